@@ -37,6 +37,7 @@ Notice: TypeAlias = Callable[[str, int | None, str], None]
 # Makes a correction of one's own weights and another's, element by element; may overwrite the other's.
 Meet: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 Weights: TypeAlias = Mapping[int, float]  # the members of a reduction, in order; the weights of their vectors
+Left: TypeAlias = asyncio.Future[None]  # is done when the last byte of a message has left
 Spawn: TypeAlias = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]  # runs it in this worker's life
 # Is handed each piece of a vector that arrives, with its place; may run in another thread.
 Each: TypeAlias = Callable[[int, Tensor], object]
@@ -49,7 +50,6 @@ class Pull:
     share: float
 
     def __call__(self, mine: Tensor, theirs: Tensor) -> Tensor:
-        """share·(theirs - mine)."""
         return theirs.sub_(mine).mul_(self.share)
 
 
@@ -57,8 +57,8 @@ class Pull:
 class Message:
     """A vector, or a few numbers (the note), or both.
 
-    What it has is looked at before it is used: by `payload`, `of` and `numbers`. A sender of what
-    cannot be used is cut off, and whoever wanted to use it gets PeerLost.
+    Read it by the properties and methods below: they check what it has. If it does not fit, they cut its
+    sender off and raise PeerLost.
     """
 
     sender: int
@@ -68,32 +68,28 @@ class Message:
     offend: Callable[[str], None] = lambda why: None  # cuts the sender off, where that is not this worker
 
     def bad(self, what: str) -> PeerLost:
-        """This message cannot be used: what to raise."""
+        """Cut the sender off; what to raise."""
         why = f"it sent {what} with {self.tag[0]!r}"
         self.offend(why)
         return PeerLost(self.sender, why)
 
     @property
     def payload(self) -> Tensor:
-        """The vector of a message that must have one."""
         if self.vector is None:
             raise self.bad("no vector")
         return self.vector
 
     def of(self, numel: int) -> Tensor:
-        """The vector of a message that must have one of so many numbers."""
         if self.payload.numel() != numel:
             raise self.bad(f"a vector of {self.payload.numel()} numbers, not {numel}")
         return self.payload
 
     def of_length(self, count: int) -> Note:
-        """The note of a message that must have so many numbers."""
         if len(self.note) != count:
             raise self.bad(f"a note of {len(self.note)} numbers, not {count}")
         return self.note
 
     def numbers(self, least: int, most: int | None = None) -> tuple[int, ...]:
-        """The note of a message that must be so many whole numbers."""
         if len(self.note) < least or (most is not None and len(self.note) > most):
             raise self.bad(f"a note of {len(self.note)} numbers")
         if not all(-LARGEST < number < LARGEST and number == int(number) for number in self.note):
@@ -101,7 +97,7 @@ class Message:
         return tuple(map(int, self.note))
 
     def read(self, shape: Shape, make: Callable[[Any], T] = lambda found: found) -> T:
-        """What `make` makes of whole numbers of this shape (fabric/notes.py); it may raise ValueError."""
+        """What `make` makes of a note of this shape (fabric/notes.py); it may raise ValueError."""
         try:
             return make(read_all(shape, iter(self.numbers(0))))
         except ValueError as error:
@@ -130,7 +126,7 @@ class Fabric:
         self._unread: Counter[int] = Counter()  # about how many bytes each has sent that nobody has received
         self._waiters: dict[Tag, list[tuple[Sequence[int], asyncio.Future[Message]]]] = {}
         self._forgotten: dict[Tag, None] = {}
-        self._leaving: dict[int, list[asyncio.Future[None]]] = {}
+        self._leaving: dict[int, list[Left]] = {}
         self._epochs: Counter[int] = Counter()
         self._kept: list[dict[int, Any]] = []
         self._asked = 0
@@ -140,9 +136,9 @@ class Fabric:
     # -- for those who want messages --
 
     async def receive(self, tag: Tag, peer: int | None = None, among: Sequence[int] = ()) -> Message:
-        """Wait for the next message with this tag: from one peer, from anybody, or from those `among`.
+        """Wait for the next message with this tag, of one peer, of some (`among`) or of anybody.
 
-        Raises PeerLost when the peer, or one of those among whom it is awaited, is gone.
+        PeerLost when the peer, or one of `among`, is gone.
         """
         whom = among if peer is None else (peer,)
         box = self._boxes.get(tag, deque())
@@ -156,22 +152,20 @@ class Fabric:
         for needed in whom:
             self.need(needed)
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        waiter = (whom, future)
-        self._waiters.setdefault(tag, []).append(waiter)
+        waiter, waiters = (whom, future), self._waiters.setdefault(tag, [])
+        waiters.append(waiter)
         try:
             return await future
         finally:
-            waiters = self._waiters[tag]
             waiters.remove(waiter)
             if not waiters:
                 del self._waiters[tag]
 
     async def swap(self, peer: int, tag: Tag, mine: Tensor, meet: Meet, told: Callable[[], None]) -> Tensor:
-        """Exchange vectors with a peer, which calls it too: meet(mine, theirs), and its negative there.
+        """Exchange vectors with a peer, which calls this too: meet(mine, theirs), and its negative there.
 
-        NotNow, if the peer has none to give. `told` is called once the peer has all it needs. Here all of
-        theirs is received, then combined. A real fabric lets each side combine one half for both, piece by
-        piece, and writes the result over mine.
+        NotNow if the peer has none to give. `told` is called once the peer has all it needs. In the real
+        fabric each side combines one half for both and writes the result over `mine`.
         """
         sending = self.send(peer, tag, mine)
         try:
@@ -184,14 +178,14 @@ class Fabric:
         return meet(mine, theirs.clone())  # it is also the peer's
 
     async def laid(self, peer: int, give: Callable[[], Awaitable[Tensor]]) -> Note:
-        """Where a caller may combine a short vector with its own for both; nothing, if both must swap."""
+        """Give a vector and say where it lies, if the peer alone is to combine both; () if both must swap."""
         return ()
 
     def withdraw(self, peer: int, mine: Tensor) -> None:
-        """The peer is lost that a vector was laid for: it may still write into it."""
+        """Do not use a vector again that was laid for a peer: it is lost, and may still write into it."""
 
     async def combine(self, peer: int, where: Note, mine: Tensor, meet: Meet) -> Tensor:
-        """What `swap` does, by one side alone, with a vector the peer has laid."""
+        """Do what `swap` does on this side alone, with a vector the peer has laid."""
         raise NotImplementedError
 
     async def reduce(self, tag: Tag, vector: Tensor, weights: Weights, part: float = 0.0) -> Tensor:
@@ -205,13 +199,8 @@ class Fabric:
         """Wait for a vector and take it piece by piece, or straight into a tensor."""
         raise NotImplementedError
 
-    def send(
-        self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()
-    ) -> asyncio.Future[None]:
-        """Begin to send; await what is returned to know that the last byte has left.
-
-        Raises PeerLost, here or there, when the peer is known to be gone.
-        """
+    def send(self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()) -> Left:
+        """Begin to send; PeerLost, here or in the future, when the peer is known to be gone."""
         raise NotImplementedError
 
     def post(self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()) -> None:
@@ -222,7 +211,7 @@ class Fabric:
             self.counters.messages_dropped += 1
 
     def forget(self, tag: Tag) -> None:
-        """Drop what has arrived with tags that begin so and nobody received, and what still arrives."""
+        """Drop unread messages whose tags begin so, now and when they arrive later."""
         for one in [one for one in self._boxes if one[: len(tag)] == tag]:
             for message in self._boxes.pop(one):
                 self._unread[message.sender] -= _size(message)
@@ -231,12 +220,12 @@ class Fabric:
             del self._forgotten[next(iter(self._forgotten))]
 
     def clear(self) -> None:
-        """Drop everything that has arrived and nobody received."""
+        """Drop all unread messages."""
         self._boxes.clear()
         self._unread.clear()
 
     async def ask(self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()) -> Message:
-        """Send a question, whose note begins with its number; wait for the answer, whose tag ends with it."""
+        """Send a question, whose note begins with its number; the answer's tag must end with that number."""
         self._asked += 1
         answer = (*tag, self._asked)
         try:
@@ -257,28 +246,25 @@ class Fabric:
         return self._epochs[peer]
 
     def by_peer(self) -> dict[int, Any]:
-        """A dictionary of what peers have said, which forgets what those have said that are lost."""
+        """A new dictionary with peers as keys; a peer that is lost is removed from it."""
         self._kept.append({})
         return self._kept[-1]
 
     @property
     def others(self) -> list[int]:
-        """All within reach but this worker."""
         return [peer for peer in self.members if peer != self.rank]
 
     def reaches(self, peer: int) -> bool:
-        """Whether a peer is within reach."""
         return peer in self._reach
 
     def waits(self) -> list[tuple[int | None, Tag]]:
-        """Whom this worker waits for, and for what."""
+        """Whom this worker waits for (None: anybody), and for what."""
         waiting = [(whom, tag) for tag, waiters in self._waiters.items() for whom, _ in waiters]
         return [(peer, tag) for whom, tag in waiting for peer in whom or (None,)]
 
     # -- for the fabric --
 
     def why_lost(self, peer: int) -> str:
-        """Why a peer is out of reach."""
         return self._lost.get(peer, "not there")
 
     def need(self, peer: int, epoch: int | None = None) -> None:
@@ -287,7 +273,7 @@ class Fabric:
             raise PeerLost(peer, self.why_lost(peer))
 
     def deliver(self, message: Message) -> None:
-        """Hand a message to who waits for it, or keep it."""
+        """Hand a message to the first who waits for it, or keep it."""
         for whom, future in self._waiters.get(message.tag, ()):
             if (not whom or message.sender in whom) and not future.done():
                 future.set_result(message)
@@ -298,7 +284,6 @@ class Fabric:
         self._unread[message.sender] += _size(message)
 
     def gain(self, peer: int) -> None:
-        """A peer is within reach."""
         if peer not in self._reach and self._lost.get(peer) != AGAIN:
             self.notice("joined", peer, "is within reach" + " again" * (peer in self._lost))
         self._lost.pop(peer, None)
@@ -307,9 +292,9 @@ class Fabric:
         self._members_changed()
 
     def lose(self, peer: int, why: str, what: str = "died") -> None:
-        """A peer is gone: whoever waits for it, or is sending to it, is told; what it said is void.
+        """A peer is gone: whoever waits for it, or sends to it, gets PeerLost; unread messages are dropped.
 
-        `what` says how it looks from here: it died, it was cut off, it left.
+        `what` is how it looks from here: died, cut, left, finished.
         """
         if peer not in self._reach:
             return
@@ -335,7 +320,7 @@ class Fabric:
                 if peer in whom and not future.done():
                     future.set_exception(PeerLost(peer, why))
 
-    def leaving(self, peer: int, left: asyncio.Future[None]) -> None:
+    def leaving(self, peer: int, left: Left) -> None:
         """Remember a message on its way out, to fail it when its receiver is lost."""
         ways = self._leaving.setdefault(peer, [])
         ways.append(left)
@@ -350,7 +335,7 @@ class Fabric:
 
 
 async def hear(fabric: Fabric, tag: Tag, act: Callable[[Message], Awaitable[None] | None]) -> None:
-    """Hand every message with a tag to `act`, for ever; one that makes no sense costs its sender the line."""
+    """Hand every message with a tag to `act`, for ever."""
     while True:
         message = await fabric.receive(tag)
         with contextlib.suppress(PeerLost):

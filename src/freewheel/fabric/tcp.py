@@ -1,10 +1,9 @@
-"""The real network: one connection for each pair of workers.
+"""The real network: one connection for each pair of workers, with a task that reads and one that writes.
 
-Every connection has a task that reads and one that writes. Messages to a peer leave in the order they were
-sent. Vectors travel through windows between workers of one host (fabric/windows.py), and else as streams of
-pieces that fit a processor's cache (fabric/transfers.py); what two or more make of their vectors together is
-in fabric/together.py. A peer whose connection breaks, that sends what does not belong to this run, or that is
-silent for too long, is lost: whoever waits for it is told. Of a pair the worker of higher rank calls again.
+Messages to a peer leave in the order they were sent. Vectors travel through windows between workers of one
+host (fabric/windows.py), and else as streams (fabric/transfers.py); what several make of their vectors
+together is in fabric/together.py. A peer is lost when its connection breaks, when it sends what does not
+belong to this run, or when it is silent for too long. The one of higher rank then connects again.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from freewheel.errors import PeerLost
-from freewheel.fabric.base import AGAIN, RUNTIME, Each, Message, Tag
+from freewheel.fabric.base import AGAIN, RUNTIME, Each, Left, Message, Tag
 from freewheel.fabric.connection import Connection, Goodbye
 from freewheel.fabric.frames import BadFrame, Crossed, Frame, Kind
 from freewheel.fabric.handshake import EARLIER, REFUSED, Identity, Line, Listener, words
@@ -28,7 +27,7 @@ from freewheel.fabric.transfers import Landing, Transfers
 from freewheel.fabric.windows import Windows
 from freewheel.records.counters import Counters
 
-PINGS = 4  # signs of life in the time after which silence is a loss
+PINGS = 4  # heartbeats in the time after which silence is a loss
 CALL_AGAIN_S = 0.25
 # How much of what a peer has sent may lie here unread: so many bytes, and so many of the longest vectors.
 UNREAD_BYTES, UNREAD = 1 << 26, 64
@@ -69,12 +68,10 @@ class TcpFabric(Together):
     # -- life --
 
     def open(self, host: str, port: int = 0) -> int:
-        """Listen; return the port."""
         self._spawn(self._watch())
         return self._listener.open(host, port)
 
     async def connect(self, peer: int, host: str, port: int) -> None:
-        """Call a peer; PeerLost with the reason if it cannot be had."""
         self.book[peer] = (host, port)
         try:
             line = await self._listener.call(peer, host, port)
@@ -86,10 +83,9 @@ class TcpFabric(Together):
         self._install(line)
 
     async def close(self, why: str = FINISHED) -> None:
-        """Say goodbye, then close everything."""
         self.book.clear()  # nobody is called again
         links = self._connections.values()
-        leaving: list[asyncio.Future[None]] = [out for link in links for out, *_ in link.shown.values()]
+        leaving: list[Left] = [out for link in links for out, *_ in link.shown.values()]
         leaving += [link.send(Kind.BYE, (why[:200],)) for link in links]
         if leaving:
             await asyncio.wait(leaving, timeout=1.0)
@@ -105,14 +101,13 @@ class TcpFabric(Together):
     # -- what strategies use --
 
     async def receive(self, tag: Tag, peer: int | None = None, among: Sequence[int] = ()) -> Message:
-        """Wait for the next message with this tag; a strategy gets vectors where its own are."""
+        """See Fabric.receive; a strategy gets vectors on the device where its own are."""
         message = await super().receive(tag, peer, among)
         if message.vector is not None and tag[0] != RUNTIME:
             message.vector = message.vector.to(self.home)
         return message
 
     async def land(self, peer: int, tag: Tag, numel: int, each: Each | Tensor) -> None:
-        """Take a vector as it comes; see Fabric.land."""
         landing = Landing(numel, each)
         if tag in self._boxes:  # it was faster than who awaits it
             self.transfers.take(landing, (await super().receive(tag, peer)).of(numel).cpu())
@@ -127,11 +122,10 @@ class TcpFabric(Together):
             landings.pop(tag, None)
 
     def kinds(self) -> dict[int, str]:
-        """How vectors travel to each peer."""
         return {peer: link.kind for peer, link in sorted(self._connections.items())}
 
     def traffic(self) -> tuple[int, int]:
-        """Messages of the strategy sent and got over the present connections."""
+        """How many of the strategy's messages were sent and received over the present connections."""
         links = self._connections.values()
         return sum(link.sent for link in links), sum(link.got for link in links)
 
@@ -166,7 +160,6 @@ class TcpFabric(Together):
     # -- connections --
 
     async def _keep(self, link: Connection) -> None:
-        """Use a connection until it ends."""
         ended = "closed", "died"
         try:
             ended = self._ended(link, await link.run())
@@ -218,7 +211,7 @@ class TcpFabric(Together):
                 await self.connect(peer, *self.book[peer])
 
     async def _watch(self) -> None:
-        """Send signs of life; drop who gives none."""
+        """Send heartbeats; lose those who send none."""
         now = self._loop.time()
         while True:
             ping_s, before = self.silence_s / PINGS, now
@@ -226,7 +219,7 @@ class TcpFabric(Together):
             now = self._loop.time()
             self.windows.settle(now, self._harmless)
             if now - before > 2 * ping_s:
-                continue  # this worker itself was held up: what came meanwhile is not read yet
+                continue  # this worker itself was held up: what came meanwhile is unread
             for link in list(self._connections.values()):
                 silent_s = now - link.transport.heard_s
                 if silent_s > self.silence_s:
@@ -235,20 +228,19 @@ class TcpFabric(Together):
                     link.send(Kind.PING)
 
     def _harmless(self, peer: int) -> bool:
-        """Whether a peer writes nothing any more that it was shown before: it is here and well, or dead."""
+        """Whether a peer writes into no window it was shown before: it is connected again, or dead."""
         dead = peer in self._pids and not os.path.exists(f"/proc/{self._pids[peer]}")
         return dead or peer in self._connections
 
     # -- messages --
 
     def deliver(self, message: Message) -> None:
-        """See Fabric.deliver; who sends what nobody takes may fill so much memory with it, and no more."""
+        """See Fabric.deliver; a peer with too much unread is cut off."""
         super().deliver(message)
         if self._unread[message.sender] > self._most_unread and message.sender != self.rank:
             message.bad("more than anybody reads")
 
     def _offended(self, link: Connection, error: Exception) -> None:
-        """A member sent what cannot be used."""
         if self._connections.get(link.peer) is link:
             self._unlink(link, *self._ended(link, error))
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from freewheel.errors import PeerLost
 from freewheel.fabric import collectives
-from freewheel.fabric.base import Meet, Message, Note, NotNow, Tag, Weights
+from freewheel.fabric.base import Left, Meet, Message, Note, NotNow, Tag, Weights
 from freewheel.fabric.connection import Connection, Vectors
 from freewheel.fabric.frames import BadFrame, Kind
 from freewheel.fabric.notes import pack
@@ -38,22 +38,19 @@ READY, GROUPS = (int, [int], [int]), [[(int, [int])]]  # both as the numbers of 
 
 
 class Together(Vectors):
-    """A fabric of workers that see each other's windows, or send each other streams."""
+    """A fabric that swaps and reduces vectors."""
 
     _connections: dict[int, Connection]
 
     def kind(self, peer: int) -> str:
-        """How vectors travel to a peer."""
         link = self._connections.get(peer)
         return STREAM if link is None else link.kind
 
-    def send(
-        self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()
-    ) -> asyncio.Future[None]:
-        """See Fabric.send; done when the last byte has left, or the peer has read the window."""
+    def send(self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()) -> Left:
+        """See Fabric.send; a vector in a window has left when the peer has read it."""
         self.need(peer)
         if peer == self.rank:
-            left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            left: Left = asyncio.get_running_loop().create_future()
             left.set_result(None)
             left.get_loop().call_soon(self.deliver, Message(peer, tag, vector, note))
             return left
@@ -74,13 +71,12 @@ class Together(Vectors):
             raise PeerLost(peer, str(error)) from None
 
     def _moved(self, nbytes: int) -> None:
-        """So many bytes came through windows, and as many went."""
         self.counters.bytes_out += nbytes
         self.counters.bytes_in += nbytes
 
     @contextlib.asynccontextmanager
     async def _lent(self, vector: Tensor, kind: str, peers: Sequence[int]) -> AsyncIterator[Tensor]:
-        """A vector where peers see it (`published`), who write the result over it."""
+        """A vector where peers see it, and write the result over it."""
         shown = await self.published(vector, kind)
         writers = [peer for peer in peers if kind != STREAM and self.kind(peer) == kind]
         try:
@@ -125,18 +121,16 @@ class Together(Vectors):
         return mine
 
     async def laid(self, peer: int, give: Callable[[], Awaitable[Tensor]]) -> Note:
-        """See Fabric.laid: where messages take longer than the work."""
+        """See Fabric.laid: a short vector is combined by one side, as messages take longer than the work."""
         if self.me.longest > SHORT[self.kind(peer)]:
             return ()
         mine, kind = await give(), self.kind(peer)
         return self._locator(mine, kind) if self.in_window(mine, kind) else ()
 
     def withdraw(self, peer: int, mine: Tensor) -> None:
-        """See Fabric.withdraw."""
         self.windows.retire(mine, (peer,))
 
     async def combine(self, peer: int, where: Note, mine: Tensor, meet: Meet) -> Tensor:
-        """See Fabric.combine."""
         theirs = await self.opened(peer, where, mine.numel())
         await self.transfers.work(mine.numel(), lambda: combine_two(mine, theirs, meet))
         self._moved(mine.nbytes)
@@ -192,7 +186,7 @@ class Together(Vectors):
         return vector
 
     async def _groups(self, members: Sequence[int], tag: Tag, kind: str, shown: Tensor) -> list[list[Shown]]:
-        """Who sees whose windows: found out by the first member, once all have published their vectors."""
+        """Who sees whose windows: the first member finds out, once all have published their vectors."""
         first, *others = members
         sees = [peer for peer in members if peer != self.rank and self.kind(peer) == kind]
         mine = KINDS.index(kind), [] if kind == STREAM else sees, list(self._locator(shown, kind))
@@ -210,7 +204,6 @@ class Together(Vectors):
     async def _share(
         self, groups: list[list[Shown]], tag: Tag, kind: str, shown: Tensor, weights: Weights, part: float
     ) -> None:
-        """Do this worker's share for its group, and wait until all shares of its group are done."""
         group = next(group for group in groups if any(rank == self.rank for rank, _ in group))
         alone = len(groups) == 1 and len(group) * shown.numel() <= SHORT[kind]
         lanes = 1 if alone else min(map(len, groups))
@@ -252,7 +245,7 @@ class Together(Vectors):
 
 
 def _cliques(ready: dict[int, Ready]) -> list[list[Shown]]:
-    """Groups of members that all see each other's windows of one kind; who sees nobody is alone."""
+    """Groups of members that all see each other's windows of one kind, found greedily."""
     groups: list[list[int]] = []
     for rank, (kind, sees, _) in ready.items():
         for group in groups:
@@ -265,7 +258,6 @@ def _cliques(ready: dict[int, Ready]) -> list[list[Shown]]:
 
 
 def _read_ready(message: Message) -> Ready:
-    """What a member says when it has published its vector."""
     ready: Ready = message.read(READY)
     kind, sees, locator = ready
     if not 0 <= kind < len(KINDS) or len(locator) > LONGEST_LOCATOR:
@@ -274,7 +266,6 @@ def _read_ready(message: Message) -> Ready:
 
 
 def _read_groups(message: Message, members: Sequence[int]) -> list[list[Shown]]:
-    """The groups of a merge: every member is in one."""
     groups: list[list[Shown]] = message.read(GROUPS)
     if sorted(rank for group in groups for rank, _ in group) != sorted(members) or not all(groups):
         raise message.bad("groups of others")

@@ -8,16 +8,16 @@ comes, the lowest rank within reach leads and calls those who are to go on toget
                    <----       what has counted so far, and in which view
       commit       ---->       go on in the new view, with the same record of what has counted
 
-A call that comes to nothing is called again, with those who are there by then. A number is that of the call ×
-world size + leader, so no two leaders use the same.
+A call that fails is repeated with those who are there by then. A view's number is that of the call × world
+size + leader, so no two leaders use the same.
 
-Two sides of a cut each form a view and go on. When they meet again, the larger side (of equals the one with
-the lowest rank) is the main line: its members keep their weights, the others copy one of theirs. To be on the
-main line is to have been in the view it comes from, whether or not one has heard that it began.
+Both sides of a partition form a view and go on. When they meet again, the larger side (of equals the one with
+the lowest rank) is the main line: its members keep their weights, the others copy one of theirs. A worker is
+on the main line if it was called into the view that line comes from, even if it never heard that it began.
 
-A worker may be called by a leader while it still sees a lower rank, because it notices a loss a little later.
-It takes part when it sees the same leader; who refuses for longer (GRACE_S) is not called any more. Of two
-members that cannot reach each other, though the leader reaches both, one is left out; it goes on by itself.
+A worker that notices a loss late still sees another leader than the one that calls it. It refuses until both
+see the same; if it refuses for longer than GRACE_S, it is not called any more. Of two members that cannot
+reach each other, though the leader reaches both, one is left out and goes on by itself.
 
 Merges in views: what the members of a view do together counts for all of them or for none.
 
@@ -26,8 +26,8 @@ Merges in views: what the members of a view do together counts for all of them o
     every member    on "commit" it counts
 
 If a member is lost before, nothing more counts in this view, and all do it again in the next. If the first
-one is lost while it says "commit", some have heard it: in forming the next view each says what has counted,
-and whoever has the result lets it count too. All of them have it, for "commit" is said only then.
+one is lost while it says "commit", some may have heard it: when the next view is formed each says what has
+counted, and it counts for the others too. All have the result, for "commit" is said only then.
 
 So a merge costs one round of short messages, and no worker has to keep a vector for it.
 """
@@ -46,12 +46,13 @@ from torch import Tensor
 
 from freewheel.errors import PeerLost
 from freewheel.fabric.base import Fabric, Message, Note, NotNow, Spawn, Tag, hear
-from freewheel.fabric.calls import AWAY, GRACE_S, MOVING, Calls, Reach
+from freewheel.fabric.calls import AWAY, GRACE_S, MOVING, Act, Calls, Reach
 from freewheel.fabric.merges import EVERYBODY, Group, Merge, View
 from freewheel.fabric.notes import pack, read_all
 
 T = TypeVar("T")
 VIEW: Tag = ("view",)
+COPY: Tag = ("view", "copy")
 SEE, REFUSE, LEFT = range(3)
 RETRY_S = 0.01  # after about so long a leader calls again
 PAIRS = [(int, int)]
@@ -61,20 +62,16 @@ STAMPS, GROUPS = 2**40, 4096  # views of a run, and groups that merge, of which 
 
 @dataclass
 class Record:
-    """What a worker says of itself when it is called into a view; and what a leader says of the new one."""
+    """What a worker says of its present view when it is called into another, and a leader of the new one."""
 
     line: int  # the number of the last view in which it had the main line's weights; -1: it has none
     parents: tuple[int, ...]  # the lines that view came from
     heirs: tuple[int, ...]  # who came into that view with the main line's weights
     counted: dict[int, int]  # how many merges of each group have counted
 
-    def pack(self) -> Note:
-        """As numbers."""
-        return pack(self.line, list(self.parents), list(self.heirs), sorted(self.counted.items()))
-
     @classmethod
     def of(cls, size: int, words: Sequence[Any]) -> Record:
-        """The way back, in a run of this size; ValueError if it cannot be one."""
+        """A record from the end of a note, in a run of this size; ValueError if it cannot be one."""
         line, parents, heirs, counted = words[-4:]
         return cls(line, tuple(parents), ranks(heirs, size), pairs(counted))
 
@@ -82,8 +79,8 @@ class Record:
 def main_line(answers: dict[int, Record]) -> tuple[int, ...]:
     """Whose weights go on: the most workers that come from one view; of equals those with the lowest rank.
 
-    From a view come those whose line it is, and those who went into it from one of its parents but have not
-    heard of its beginning: nothing can have counted there without them.
+    From a view come those whose line it is, and its heirs that have not heard that it began and are still in
+    one of its parents: nothing can have counted in it without them.
     """
     best: list[int] = []
     for record in sorted(answers.values(), key=lambda record: -record.line):
@@ -99,21 +96,20 @@ def main_line(answers: dict[int, Record]) -> tuple[int, ...]:
 
 
 def pairs(given: Sequence[tuple[int, int]]) -> dict[int, int]:
-    """A dictionary; ValueError if it is longer than any can be."""
     if len(given) > GROUPS:
         raise ValueError("more groups than there can be")
     return dict(given)
 
 
 def ranks(given: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Ranks of a run, in order and each once; ValueError if they are not."""
+    """Check that ranks are of this run, in order and each once; ValueError if not."""
     if list(given) != sorted(set(given)) or any(not 0 <= k < world_size for k in given):
         raise ValueError("workers that cannot be")
     return tuple(given)
 
 
 class Views:
-    """One worker's part in the agreement."""
+    """One worker's part in agreeing on views."""
 
     def __init__(self, fabric: Fabric, spawn: Spawn, donor: Callable[[int, Sequence[int]], int]) -> None:
         self.fabric, self.rank, self._spawn, self._donor = fabric, fabric.rank, spawn, donor
@@ -137,17 +133,15 @@ class Views:
     # -- for merges --
 
     def begin(self, members: Sequence[int], newborn: bool = False) -> None:
-        """Take part, with those who begin together. A newborn has come into a run that went on without it."""
+        """Take part, with those who begin together; a newborn joins a run that is under way."""
         if self.begun:
             return
         self.begun = True
-        self.view = View(0, tuple(members))
-        self.record = self.coming = Record(0, (), self.view.members, {})
+        self.view, self.whole = View(0, tuple(members)), not newborn
+        self.record = Record(-1, (), (), {}) if newborn else Record(0, (), self.view.members, {})
         self.open, self._woken = asyncio.Event(), asyncio.Event()
         self.over = asyncio.get_running_loop().create_future()  # done when the present view is over
         if newborn:
-            self.record.line, self.record.heirs = -1, ()
-            self.whole = False
             self.over.set_result(None)
         else:
             self._epochs = {peer: self.fabric.epoch(peer) for peer in members}
@@ -174,7 +168,7 @@ class Views:
             self.fabric.post(peer, VIEW, note=self._goodbye)
 
     def look(self) -> None:
-        """See who is there, and do what follows."""
+        """Act on who is there now."""
         if not self.over.done() and not self.intact():
             self._halt()
         if not self._calls.away:
@@ -182,7 +176,7 @@ class Views:
             self._woken.set()
 
     def intact(self) -> bool:
-        """Whether all who were promised a view together are there, and will do what is under way."""
+        """Whether all members of the present view are there, and will do the merge under way."""
         group, number, members = self.under_way or (0, 0, ())
         for peer, epoch in self._epochs.items():
             if peer not in self.fabric.members or self.fabric.epoch(peer) != epoch:
@@ -197,7 +191,6 @@ class Views:
     # -- who leads --
 
     def _candidates(self) -> list[int]:
-        """This worker and those within reach that take part and may be with it."""
         takes_part = self._reach.sees.keys() - self._refused.keys() - self._left.keys() | {self.rank}
         return [peer for peer in self.fabric.members if peer in takes_part]
 
@@ -237,7 +230,7 @@ class Views:
                 await asyncio.sleep(RETRY_S * (1 + self.rank / self.fabric.world_size))
 
     def _conclude(self, said: dict[int, Message]) -> Note | None:
-        """When all have stopped: who is on the main line, what has counted, who copies whom."""
+        """Make the record of the new view of what all have said, and who copies whose weights in it."""
         if set(self._due()) != set(said):
             return None  # others have come meanwhile
         read = partial(Record.of, self.fabric.world_size)
@@ -263,10 +256,10 @@ class Views:
         self._calls.number = max(self._calls.number, merge.number)
         self._epochs = {peer: self.fabric.epoch(peer) for peer in merge.members}
         self._halt()
-        merge.says = self.record.pack()
+        now = self.record
+        merge.says = pack(now.line, list(now.parents), list(now.heirs), sorted(now.counted.items()))
 
     def _halt(self) -> None:
-        """The present view is over."""
         self.open.clear()
         if not self.over.done():
             self.over.set_result(None)
@@ -322,7 +315,7 @@ class Views:
             self.look()
 
     def _hear(self, sender: int, kind: int, *words: int) -> None:
-        """What another says; ValueError if it cannot be so."""
+        """Take in what another says; ValueError if it cannot be so."""
         size = self.fabric.world_size
         if kind == SEE:
             lacks_view, number, *reach = words
@@ -345,7 +338,7 @@ class Views:
             raise ValueError(f"a word of kind {kind}")
 
     def _send_off(self, peer: int, epoch: int) -> None:
-        """Let a worker not wait for this one, unless they will be in one view."""
+        """Tell a worker not to wait for this one, unless they will be in one view."""
         apart = self._leader() != self.rank or peer not in self._chosen()
         if apart and epoch == self.fabric.epoch(peer) and peer not in self._epochs:
             self.fabric.post(peer, VIEW, note=(REFUSE,))
@@ -372,10 +365,8 @@ class Merges:
                 result: T = merge.result
                 return result
 
-    async def attempt(
-        self, act: Callable[[Merge], Awaitable[Any]], group: Callable[[View], Group | None] | None = None
-    ) -> Merge | None:
-        """Do it once; not at all, if `group` finds nobody to do it with."""
+    async def attempt(self, act: Act, group: Callable[[View], Group | None] | None = None) -> Merge | None:
+        """Try once; None, if `group` finds nobody to do it with."""
         views = self.views
         views.begin(range(self.views.fabric.world_size))
         await self.enter()
@@ -384,7 +375,7 @@ class Merges:
             return None
         number = views.record.counted.get(whose[0], 0) + 1
         tag: Tag = ("merge", views.record.line, whose[0], number)
-        merge = Merge(self.views.fabric, views.view, whose, number, tag)
+        merge = Merge(views.fabric, views.view, whose, number, tag)
         if self._line != views.record.line:
             self._line, self.called = views.record.line, {}
         self.called[merge.group] = number
@@ -409,16 +400,14 @@ class Merges:
         views = self.views
         while True:
             await views.open.wait()
-            if views.whole or await self._unless_over(
-                views.over, self._copy(views.source, views.coming.line)
-            ):
+            if views.whole or await self._unless_over(views.over, self._copy(views.source, views.coming)):
                 break
         while views.owed:
             vector, note = await self.give()
-            self.views.fabric.post(views.owed.pop(), ("view", "copy", views.record.line), vector, note)
+            views.fabric.post(views.owed.pop(), (*COPY, views.record.line), vector, note)
 
-    async def _copy(self, source: int, stamp: int) -> bool:
-        tag: Tag = ("view", "copy", stamp)
+    async def _copy(self, source: int, coming: Record) -> bool:
+        tag: Tag = (*COPY, coming.line)
         try:
             message = await self.views.fabric.receive(tag, source)
         finally:
@@ -427,28 +416,26 @@ class Merges:
         self.views.record, self.views.whole = self.views.coming, True
         return True
 
-    async def _try(
-        self, act: Callable[[Merge], Awaitable[Any]], merge: Merge, over: asyncio.Future[None]
-    ) -> bool:
+    async def _try(self, act: Act, merge: Merge, over: asyncio.Future[None]) -> bool:
         merge.result = await act(merge)
-        merge.done, rank = True, self.views.fabric.rank
+        merge.done, fabric = True, self.views.fabric
+        have, commit = (*merge.tag, "have"), (*merge.tag, "commit")
         first, *others = merge.members
-        if rank == first:
+        if fabric.rank == first:
             for peer in others:
-                await self.views.fabric.receive((*merge.tag, "have"), peer)
+                await fabric.receive(have, peer)
         else:
-            self.views.fabric.post(first, (*merge.tag, "have"))
-            await self.views.fabric.receive((*merge.tag, "commit"), first)
+            fabric.post(first, have)
+            await fabric.receive(commit, first)
         if over.done():  # another view was promised in the same moment
             return False
-        if rank == first:
+        if fabric.rank == first:
             for peer in others:
-                self.views.fabric.post(peer, (*merge.tag, "commit"))
+                fabric.post(peer, commit)
         self.views.record.counted[merge.group] = merge.number
         return True
 
     async def _unless_over(self, over: asyncio.Future[None], work: Coroutine[Any, Any, bool]) -> bool:
-        """Whether the work was done before the view was over."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait((task, over), return_when=asyncio.FIRST_COMPLETED)
