@@ -7,11 +7,10 @@ memory, made by cudaMalloc and shared by CUDA IPC, whatever PyTorch's allocator 
 A locator is what a peer needs to open a window, as numbers: kind, number, process, bytes, then a file handle
 or the 64 bytes of a CUDA handle.
 
-A peer that was thought lost may still write into a window it had been shown. A window of a transfer that
-failed is therefore not used again (`retire`). Host memory is simply let go: the peer's mapping keeps its own
-pages. Device memory would be given to somebody else, so it waits until that peer is known to have ended.
-Nor is it freed before the worker leaves: peers keep it open, and CUDA does not say what becomes of other
-memory at the same address. The next window of its size takes it.
+A peer that was thought lost may still write into a window it was shown, so the window of a failed transfer is
+not used again (`retire`). Host memory is simply let go: the peer's mapping keeps its own pages. Device memory
+waits until the peer is known to be well or dead. It is not freed before the worker leaves, because peers keep
+it open, and CUDA does not say what happens then; the next window of its size takes it.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _made: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class HostWindow(mmap.mmap):
-    """Shared host memory; where it is this process's own, `fd` stays open as long as it lives."""
+    """Shared host memory; if it is this process's own, `fd` is open as long as it lives."""
 
     kind = HOST
     number: int
@@ -62,7 +61,6 @@ class HostWindow(mmap.mmap):
 
     @classmethod
     def make(cls, size: int) -> HostWindow:
-        """A new one, of zeros."""
         fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
@@ -78,7 +76,7 @@ class HostWindow(mmap.mmap):
 
     @classmethod
     def open(cls, pid: int, size: int, fd: int) -> HostWindow:
-        """A peer's; OSError if this is not one, ProcessLookupError if it is no more."""
+        """A peer's; OSError if this is no window, ProcessLookupError if it is gone."""
         path = Path(f"/proc/{pid}/fd/{fd}")
         try:
             name = path.readlink().name
@@ -94,7 +92,6 @@ class HostWindow(mmap.mmap):
             return cls(file.fileno(), size)
 
     def memory(self) -> Tensor:
-        """All of it."""
         return torch.frombuffer(self, dtype=torch.uint8)
 
     def pin(self) -> None:
@@ -131,7 +128,7 @@ class Cuda:
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
 
     def forget_error(self) -> None:
-        """Else PyTorch would report the last error at its next kernel."""
+        """Without this PyTorch would report the last error at its next kernel."""
         self._library.cudaGetLastError()
 
     def do(self, name: str, *arguments: Any) -> None:
@@ -141,34 +138,29 @@ class Cuda:
             raise OSError(f"{name}: {self._library.cudaGetErrorString(error).decode()}")
 
     def malloc(self, size: int) -> int:
-        """Memory of the current device."""
         address = ctypes.c_void_p()
         self.do("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(size))
         return int(address.value or 0)
 
     def free(self, address: int) -> None:
-        """The end of it."""
         self.do("cudaFree", ctypes.c_void_p(address))
 
     def handle(self, address: int) -> bytes:
-        """What another process opens it by."""
         handle = _Handle()
         self.do("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(address))
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
-        """Another process's memory, by the handle of cudaIpcGetMemHandle."""
         address = ctypes.c_void_p()
         shared = _Handle((ctypes.c_ubyte * 64)(*handle))
         self.do("cudaIpcOpenMemHandle", ctypes.byref(address), shared, ctypes.c_uint(1))  # other devices' too
         return int(address.value or 0)
 
     def close(self, address: int) -> None:
-        """The end of another process's memory here."""
         self.do("cudaIpcCloseMemHandle", ctypes.c_void_p(address))
 
     def size(self, address: int) -> int | None:
-        """How much memory begins here, as the driver knows; None: it does not say."""
+        """How much memory begins here; None: the driver does not say."""
         start, size = ctypes.c_uint64(), ctypes.c_size_t()
         try:
             driver = ctypes.CDLL("libcuda.so.1")
@@ -209,7 +201,6 @@ class DeviceWindow:
             return window
 
     def memory(self) -> Tensor:
-        """All of it."""
         memory = torch.as_tensor(self, device=self.device)
         if memory.data_ptr() != self._address:  # of another device, and copied: what is written would be lost
             raise OSError(f"the memory cannot be used on {self.device} where it is")
@@ -255,7 +246,7 @@ class Windows:
     # -- one's own --
 
     def make(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A vector where this worker's weights are, in a window where that can be."""
+        """A vector where this worker's weights are, in a window if possible."""
         size = max(1, numel) * dtype.itemsize
         if self.native == DEVICE and (spare := self._spare_one(numel, dtype, DEVICE)) is not None:
             return spare
@@ -279,7 +270,6 @@ class Windows:
         raise AssertionError
 
     def _device_window(self, size: int) -> DeviceWindow:
-        """One that is not used any more, or a new one."""
         assert self.cuda is not None
         assert self.device is not None
         with torch.cuda.device(self.device):
@@ -287,24 +277,22 @@ class Windows:
                 if locator[3] == size:
                     self._unused.remove((address, locator))
                     torch.cuda.synchronize()  # whoever queued something with it last
-                    return DeviceWindow(self.device, address, size, self._ended(locator), locator)
-            address = self.cuda.malloc(size)
-            try:
-                handle = self.cuda.handle(address)
-            except OSError:
-                self.cuda.free(address)
-                raise
-        locator = (KINDS.index(DEVICE), next(_numbers), os.getpid(), size, *handle)
-        return DeviceWindow(self.device, address, size, self._ended(locator), locator)
-
-    def _ended(self, locator: Note) -> Callable[[int], None]:
-        def ended(address: int) -> None:
-            if self._cleared and self.cuda is not None:
-                self.cuda.free(address)
+                    break
             else:
-                self._unused.append((address, locator))
+                address = self.cuda.malloc(size)
+                try:
+                    handle = self.cuda.handle(address)
+                except OSError:
+                    self.cuda.free(address)
+                    raise
+                locator = (KINDS.index(DEVICE), next(_numbers), os.getpid(), size, *handle)
+        return DeviceWindow(self.device, address, size, functools.partial(self._ended, locator), locator)
 
-        return ended
+    def _ended(self, locator: Note, address: int) -> None:
+        if self._cleared and self.cuda is not None:
+            self.cuda.free(address)
+        else:
+            self._unused.append((address, locator))
 
     def _vector(self, window: Window, numel: int, dtype: torch.dtype) -> Tensor:
         memory = window.memory()
@@ -312,7 +300,6 @@ class Windows:
         return memory[: numel * dtype.itemsize].view(dtype)
 
     def of(self, vector: Tensor) -> Window | None:
-        """The window a vector lies in, if it does."""
         return self._by_address.get(vector.untyped_storage().data_ptr())
 
     def borrow(self, like: Tensor, kind: str) -> Tensor:
@@ -334,14 +321,13 @@ class Windows:
         return None
 
     def give_back(self, vector: Tensor) -> None:
-        """A borrowed one is free again; of the host's, those that were used last are kept."""
+        """Keep a borrowed vector for the next who borrows; of the host's only the last few."""
         self._spare.append(vector)
         host = [spare for spare in self._spare if not spare.is_cuda]
         if len(host) > SPARES:
             self._spare = [spare for spare in self._spare if spare is not host[0]]
 
     def nbytes(self) -> int:
-        """Memory of this worker's windows."""
         return sum(window.memory().nbytes for window in self._by_address.values())
 
     def retire(self, vector: Tensor, peers: Iterable[int]) -> None:
@@ -351,10 +337,7 @@ class Windows:
             self._retired.append((vector, dict.fromkeys(peers)))
 
     def settle(self, now_s: float, harmless: Callable[[int], bool]) -> None:
-        """Use retired memory again whose peers have been well, or dead, for long enough.
-
-        It is not freed: peers may have it open, and CUDA does not say what happens then.
-        """
+        """Use retired memory again whose peers have been well, or dead, for QUARANTINE_S."""
         for _, peers in self._retired:
             for peer, since_s in list(peers.items()):
                 if not harmless(peer):
@@ -390,13 +373,12 @@ class Windows:
         return seen
 
     def known(self, locator: Note) -> Window | None:
-        """A peer's window that is open already."""
         number, pid = int(locator[1]), int(locator[2])
         made: Window | None = _made.get(number) if pid == os.getpid() else None
         return self._peers.get((pid, number)) if made is None else made
 
     def keep(self, locator: Note, window: Window) -> None:
-        """Let a window stay open: the last few of each process."""
+        """Keep a peer's window open: the last few of each process."""
         pid = int(locator[2])
         self._peers[pid, int(locator[1])] = window
         for key in [key for key in self._peers if key[0] == pid][:-OPEN]:
@@ -418,7 +400,6 @@ class Windows:
         return DeviceWindow.open(self.cuda, self.device, size, bytes(rest))
 
     def forget(self, pid: int) -> None:
-        """Let go of what a process showed."""
         self._peers = {key: window for key, window in self._peers.items() if key[0] != pid}
 
     def clear(self) -> None:
@@ -440,7 +421,7 @@ def is_locator(note: Note) -> bool:
 
 
 def place() -> str:
-    """Says whether two processes could see each other's windows: equal on one machine, for one user."""
+    """Equal for two processes that could see each other's windows: of one machine and one user."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.getuid()}"
