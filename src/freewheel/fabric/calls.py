@@ -61,22 +61,20 @@ class Calls:
         self.away = False  # whether this worker takes part in nothing
 
     def serve(self) -> None:
-        """Take part from now on."""
         self.spawn(hear(self.fabric, self.tag, self._called))
 
     @property
     def busy(self) -> bool:
-        """Whether this worker is in a call."""
         return self._under_way is not None
 
     def _tags(self, caller: int, number: int) -> tuple[Tag, Tag]:
-        """Of what the caller is told, and of what it says; all else of a call begins as the second does."""
+        """Of the answers to the caller; and of its verdict, with which all other tags of the call begin."""
         return (*self.tag, "have", caller, number), (*self.tag, caller, number)
 
     # -- who calls --
 
     async def call(self, members: Sequence[int], conclude: Conclude = lambda said: ()) -> Refusal | None:
-        """Do it with some workers, this one included; None: it counts."""
+        """Call some workers, this one included; None: it counts."""
         self.number += 1
         have, verdict = self._tags(self.fabric.rank, self.number)
         for peer in members:
@@ -161,15 +159,16 @@ class Calls:
 
 
 class Reach:
-    """Who reaches whom, as each tells who leads: what a worker has heard of it, and what it has told."""
+    """Who reaches whom: each worker tells the leader whom it reaches, and the leader chooses whom to call."""
 
     def __init__(self, fabric: Fabric, tag: Tag) -> None:
         self.fabric, self._tag = fabric, tag
-        self.sees, self.told = fabric.by_peer(), fabric.by_peer()  # whom each reaches; was told last
+        self.sees = fabric.by_peer()  # whom each reaches
+        self.told = fabric.by_peer()  # what each was told last
         self._apart_since: dict[tuple[int, int], float] = {}
 
     def tell(self, lead: int, news: Note) -> None:
-        """Tell the leader what this worker sees, when that has changed; greet who is new."""
+        """Tell the leader what has changed, and newcomers everything."""
         for peer in self.fabric.others:
             if peer not in self.told or (peer == lead and self.told[peer] != news):
                 self.told[peer] = news
@@ -180,8 +179,8 @@ class Reach:
     ) -> tuple[int, ...]:
         """Whom to call: of two that cannot reach each other only one.
 
-        Where both are `together` now, one of them may be lost, and this worker about to notice it: they get a
-        moment, and `look` is called after it.
+        If both are in `together`, one may just have been lost, unnoticed here: for GRACE_S neither is left
+        out, and then `look` is called.
         """
         chosen, loop = list(among), asyncio.get_running_loop()
         now_s = loop.time()
@@ -212,7 +211,6 @@ class FreeMerges(Calls):
         self._moving: set[int] = set()  # as leader: whose weights were found moving, until they ask again
 
     def serve(self) -> None:
-        """Take part from now on, and lead where this worker has the lowest rank."""
         super().serve()
         self.spawn(hear(self.fabric, WANT, self._wanted))
         self.spawn(hear(self.fabric, REACH, self._reached))
@@ -221,7 +219,7 @@ class FreeMerges(Calls):
     async def ask(self) -> bool:
         """Ask for a merge after the last one known here; return when it is over.
 
-        False: there was none with this worker in it, and will be none until workers come or go.
+        False: this worker was not in it, and will be in none until workers come or go.
         """
         try:
             answer = await self.fabric.ask(self.fabric.members[0], WANT, note=(self._known,))
@@ -231,7 +229,7 @@ class FreeMerges(Calls):
         return bool(useful)
 
     async def ask_until(self, enough: Callable[[], bool]) -> None:
-        """Ask until that is so; where asking again changes nothing, wait for news first."""
+        """Ask until `enough`; where asking again changes nothing, wait for news first."""
         while not enough():
             self._news.clear()
             if not await self.ask() and not enough():
@@ -254,7 +252,6 @@ class FreeMerges(Calls):
             self._news.set()
 
     async def _wanted(self, want: Message) -> None:
-        """As the worker of lowest rank."""
         asked, known = want.numbers(2, 2)
         self._moving.discard(want.sender)
         useful = leads = self.fabric.members[0] == self.fabric.rank

@@ -1,7 +1,6 @@
-"""What several workers do together, written once on top of send and receive.
+"""Collectives on top of send and receive; what they cost comes out of the fabric below, virtual or real.
 
-Nobody types in what a ring or a tree costs: it comes out of the fabric below, virtual or real. Every
-function is called by all members with the same tag; a lost member raises PeerLost in those who need it.
+All members call a function with the same tag. A lost member raises PeerLost in those who need it.
 """
 
 from collections.abc import Sequence
@@ -11,11 +10,11 @@ from torch import Tensor
 
 from freewheel.fabric.base import Each, Fabric, Message, Note, Tag
 
-CHUNK = 1 << 23  # numbers that go round a ring at once: what is under way needs little memory with any model
+CHUNK = 1 << 23  # numbers that go round a ring at once: bounds the memory, however large the model
 
 
 async def ring(fabric: Fabric, members: Sequence[int], total: Tensor, tag: Tag) -> None:
-    """Replace a vector by the sum of the members' vectors; each sends 2(n-1)/n of a vector."""
+    """All-reduce in place: `total` becomes the sum of the members'; each sends 2(n-1)/n of a vector."""
     n = len(members)
     me = members.index(fabric.rank)
     right, left = members[(me + 1) % n], members[(me - 1) % n]
@@ -58,7 +57,7 @@ async def broadcast(
 
 
 async def gather(fabric: Fabric, members: Sequence[int], note: Note, tag: Tag) -> dict[int, Note]:
-    """Let every member know every member's note: collected by the first, handed out along the tree."""
+    """All-gather of notes: the first member collects them and broadcasts all."""
     root, width = members[0], len(note)
     if fabric.rank == root:
         for peer in members[1:]:

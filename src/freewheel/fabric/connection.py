@@ -1,4 +1,4 @@
-"""A connection in use: with whom, how vectors travel over it, what waits to leave, and what comes."""
+"""A connection after the handshake: what waits to leave, what comes, and how vectors travel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from freewheel.fabric.handshake import Identity, Line
 from freewheel.fabric.transfers import LONG, Landing, Outgoing, Transfers
 from freewheel.fabric.windows import DEVICE, HOST, STREAM, Windows, is_locator
 
-LAST_WORDS_S = 0.5  # how long a line that broke is still read: a peer may have said why it goes
+LAST_WORDS_S = 0.5  # how long a broken connection is still read: the peer may have said why it leaves
 
 
 class Goodbye(Exception):
@@ -32,19 +32,18 @@ class Vectors(Fabric):
         self.windows, self.transfers, self.dtype, self.wire = windows, transfers, transfers.dtype, wire
 
     def wire_of(self, tag: Tag) -> torch.dtype:
-        """Only exchanges may be rounded: both sides then correct by the same rounded numbers."""
+        """How a vector travels. Only exchanges may be rounded: both sides correct by the same numbers."""
         if tag[:1] == (RUNTIME,) and tag[-1] == BYTES:
             return torch.uint8
         return self.wire if tag[:1] == (EXCHANGE,) else self.dtype
 
     def in_window(self, vector: Tensor, kind: str) -> bool:
-        """Whether a vector fills a window of this kind: then it can be shown as it is."""
         window = self.windows.of(vector)
         whole = vector.nbytes == vector.untyped_storage().nbytes()
         return window is not None and window.kind == kind and whole
 
     async def published(self, vector: Tensor, kind: str) -> Tensor:
-        """A vector where peers of this kind can see it; one that lies elsewhere is copied."""
+        """A vector where peers can see it through such windows: itself, or a copy."""
         if self.in_window(vector, kind) or (kind == STREAM and not vector.is_cuda):
             if vector.is_cuda:  # the device may still be writing it
                 await self.transfers.work(vector.numel(), lambda: None)
@@ -55,7 +54,7 @@ class Vectors(Fabric):
 
 
 class Connection:
-    """A connection with a peer that has said who it is; `offended` cuts it off if it sends what is no use."""
+    """A connection with a peer; `offended` is called when it sends what cannot be used."""
 
     def __init__(
         self, fabric: Vectors, line: Line, offended: Callable[[Connection, Exception], None]
@@ -71,11 +70,11 @@ class Connection:
         # Windows the peer has not read yet, by number: the message, the vector, whether it is borrowed.
         self.shown: dict[int, tuple[Outgoing, Tensor, bool]] = {}
         self.task: asyncio.Task[None] | None = None
-        self.over = False  # whether it was given up: what the peer has sent and nobody has read is void
+        self.over = False  # whether it was given up: nothing is read from it any more
         self.blind = False  # whether a window of the peer's could not be opened, although it could be tried
 
     async def run(self) -> BaseException | None:
-        """Read and write until either ends; what ended it."""
+        """Read and write until either ends; the error that ended it."""
         reading, writing = both = asyncio.create_task(self.read()), asyncio.create_task(self.write())
         try:
             done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -91,7 +90,7 @@ class Connection:
     # -- writing --
 
     def send(self, kind: Kind, tag: Tag = (), vector: Tensor | None = None, note: Note = ()) -> Outgoing:
-        """Let a frame leave after those before it; a short one leaves at once if there is none."""
+        """Queue a frame; if nothing is queued, one without a vector leaves at once."""
         fabric, wire = self.fabric, self.fabric.wire_of(tag)
         outgoing = Outgoing(vector, wire, counted=kind is Kind.MESSAGE and tag[0] != RUNTIME)
         if vector is not None and self._near(tag, vector):
@@ -112,21 +111,19 @@ class Connection:
         return outgoing
 
     def _near(self, tag: Tag, vector: Tensor) -> bool:
-        """Whether the peer can read a vector from a window."""
         if self.kind == STREAM or vector.dtype == torch.uint8:
             return False
         once = tag[0] == RUNTIME and self.kind != DEVICE  # a window would stay mapped
         return not once and vector.numel() >= LONG and vector.is_cuda == (self.kind == DEVICE)
 
     async def write(self) -> None:
-        """Write what is queued, for ever."""
         fabric = self.fabric
         while True:
             while not self.queue:
                 self.wake.clear()
                 await self.wake.wait()
             outgoing = self.queue[0]
-            if outgoing.cancelled() and not outgoing.begun:  # nobody wants it any more
+            if outgoing.cancelled() and not outgoing.begun:
                 self.sent -= outgoing.counted
                 self.queue.popleft()
                 continue
@@ -147,7 +144,7 @@ class Connection:
             self.queue.popleft()
 
     async def _show(self, outgoing: Outgoing, tag: Tag, note: Note) -> None:
-        """Let the peer read a vector from a window; it says when it has."""
+        """Tell the peer in which window a vector lies; its READ completes `outgoing`."""
         vector, fabric = outgoing.vector, self.fabric
         assert vector is not None
         shown = await fabric.published(vector, self.kind)
@@ -172,7 +169,6 @@ class Connection:
     # -- reading --
 
     async def read(self) -> None:
-        """Read what comes, until the peer leaves."""
         while not self.over:
             frame, tag, note = await self.line.read()
             if frame.sender != self.peer or frame.incarnation != self.incarnation:
@@ -191,11 +187,10 @@ class Connection:
                 raise BadFrame("it says hello twice")
 
     async def _read(self, frame: Frame, tag: Tag, note: Note) -> None:
-        """A message, whose vector follows."""
         fabric, wire = self.fabric, self.fabric.wire_of(tag)
         if frame.dtype is None:
             fabric.deliver(Message(self.peer, tag, None, note, self._offend))
-            await asyncio.sleep(0)  # who was waiting runs before the next frame: it may await it in place
+            await asyncio.sleep(0)  # whoever waited runs first: it may await the next frame in place
         elif frame.dtype != wire:
             raise BadFrame(f"it sends {frame.dtype}, not {wire}: give all the same wire")
         elif (landing := self.landings.get(tag)) is not None:
@@ -205,7 +200,6 @@ class Connection:
             self._arrived(tag, note, await fabric.transfers.read(self.transport, wire, frame.numel))
 
     async def _read_near(self, tag: Tag, note: Note) -> None:
-        """A vector that lies in a window of the peer's: copy it, and say so."""
         length = int(note[-1]) if note and 0 < note[-1] < len(note) else 0
         locator, rest = note[-1 - length : -1], note[: -1 - length]
         theirs = await self.open(locator)
@@ -224,7 +218,6 @@ class Connection:
         del self.landings[tag]
 
     async def open(self, locator: Note, numel: int | None = None) -> Tensor:
-        """A vector in a window of the peer's, where it lies."""
         fabric = self.fabric
         if self.kind == STREAM or not is_locator(locator) or locator[2] != self.pid:
             raise BadFrame("it shows a window this worker cannot see")

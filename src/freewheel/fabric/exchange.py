@@ -13,15 +13,14 @@ Rules, and what they buy:
 1. A replica takes part in one exchange at a time, so corrections cannot add up to more than was meant.
 2. A callee that is in an exchange says "busy" at once; nobody waits for somebody else's exchange, so a
    slow link holds up only the two at its ends.
-3. Two who call at the same moment must not both hang up. A callee that is itself still waiting for an
-   answer lets a caller of higher rank wait for that answer, and says "busy" to one of lower rank. Waiting
-   goes from higher to lower ranks only, so it never forms a circle, on any graph. And it is short: an
-   answer that takes much longer than answers usually do comes over a broken link, and those who wait are
-   sent away.
-4. Workers in step call in the same order every time. Each must get its turn: a caller that has been served
-   clearly more often than one that was sent away is itself sent away every other time.
-5. Who cannot be copied for a while, because its step computes while its weights move (LBFGS), says so
-   instead of giving a snapshot, and both are free again.
+3. Two who call each other at once must not both hang up. A callee that itself waits for an answer lets a
+   caller of higher rank wait, and says "busy" to one of lower rank. Only higher ranks wait for lower ones,
+   so there is no deadlock on any graph. If the answer takes much longer than usual, its link is broken, and
+   those who wait are sent away.
+4. Workers in step call in the same order every time. To be fair, a caller that has been served clearly more
+   often than one that was refused is itself refused every other time.
+5. A worker whose weights move for long within a step (LBFGS) says so instead of giving a snapshot, and both
+   are free again.
 6. The caller's "done" follows its snapshot on the same path. If it never arrives, the callee drops the
    exchange and counts it as half: the caller may or may not have corrected. That is the only gap.
 """
@@ -42,20 +41,19 @@ YES, BUSY = (1.0,), (0.0,)
 
 
 class Party(Protocol):
-    """Whose replica takes part: gives snapshots, takes what the other had."""
+    """Whose replica takes part: a node."""
 
     async def snapshot_soon(self) -> Tensor | None:
-        """The weights, with what is pending; None if they move for so long that a peer waits in vain."""
+        """The weights, with what is pending; None if they move for too long."""
 
     def unused(self, snapshot: Tensor) -> None:
         """Nothing came of a snapshot, and nobody has written over it."""
 
     @property
-    def meet(self) -> Meet:
-        """Makes the correction of the two snapshots, or of the same piece of both."""
+    def meet(self) -> Meet: ...
 
     def met(self, peer: int, correction: Tensor) -> None:
-        """Both snapshots are here and the other side has them too: correct."""
+        """The exchange is complete: correct."""
 
     def count(self, outcome: str) -> None:
         """Count an exchange as done, busy, half or failed."""
@@ -73,8 +71,8 @@ class Exchanges:
         self.served: Counter[int] = Counter()
         self.refused: set[int] = set()
         self.answer_s = 0.05  # how long a quick answer takes; learned from every answer
-        self.ended = False  # this worker's loop has: what it began now would come after the answer
-        self.paused = False  # no exchange begins until this worker is free again, whoever calls
+        self.ended = False  # this worker's loop is over, so it begins no more exchanges
+        self.paused = False  # no exchange begins, whoever calls
         self.took_s = 0.0  # from a call to the correction, a running mean; 0: there was none yet
         self.patience: asyncio.TimerHandle | None = None
         self.left = False  # whether a caller has all it needs, in the exchange under way
@@ -117,7 +115,6 @@ class Exchanges:
         self.took_s += (took_s - self.took_s) * (0.1 if self.took_s else 1)
 
     def serve(self) -> Coroutine[Any, Any, None]:
-        """Answer calls for ever."""
         return hear(self.fabric, CALL, self._called)
 
     def _called(self, request: Message) -> None:
@@ -137,17 +134,14 @@ class Exchanges:
         await self.over()
 
     def resume(self) -> None:
-        """Take part in exchanges again."""
         self.paused = False
 
     async def over(self) -> None:
-        """Wait until no exchange is under way."""
         while self.partner is not None:
             self._freed.clear()
             await self._freed.wait()
 
     def free(self) -> None:
-        """No exchange is under way any more."""
         self.partner = None
         self._freed.set()
 
@@ -189,7 +183,7 @@ class Exchanges:
         self.party.met(peer, mine)
 
     async def _meeting(self, peer: int, tag: Tag, act: Callable[[int, Tag], Awaitable[None]]) -> bool:
-        """Do one side of an exchange, and be free again; whether it is done is counted."""
+        """Do one side of an exchange, count its outcome, and be free again; whether it is done."""
         self.left = self.shown = False
         try:
             await act(peer, tag)
@@ -215,7 +209,7 @@ class Exchanges:
         return False
 
     async def _snapshot(self, peer: int, tag: Tag) -> Tensor:
-        """One's own weights; NotNow, on both sides, where they move for too long."""
+        """This worker's weights; NotNow, on both sides, if they move for too long."""
         epoch = self.fabric.epoch(peer)
         self._mine = await self.party.snapshot_soon()
         self.fabric.need(peer, epoch)
@@ -228,7 +222,7 @@ class Exchanges:
         self.left = True
 
     def _send_away(self) -> None:
-        """Let nobody wait any longer for the answer to our own call."""
+        """Refuse those who wait for the answer to our own call."""
         self.calling = False
         while self.waiting:
             self._refuse(*self.waiting.popleft()[:2])

@@ -4,10 +4,10 @@ Of n workers with weights x the one that leaves is k. Each of the others adds
 
     c = 1/n · (x_k - the mean of the others' x)
 
-so that the mean of those who stay is the mean that all had. It is a merge on call (fabric/calls.py), so they
-do it together, or not at all. Whoever takes part is in no exchange meanwhile: a snapshot is of a moment in
-which nothing is half exchanged. Who has handed over is away, though it is still there for a while, and so is
-who joins and has no weights yet. Last comes a goodbye that is answered: what was sent before it has arrived.
+so that the mean of those who stay is the mean that all had. It is a merge on call (fabric/calls.py): all do
+it, or none. No member is in an exchange meanwhile, so no snapshot contains half of one. A worker that has
+handed over, or joins and has no weights yet, is away and takes part in none. Last comes a goodbye that all
+answer: whatever was sent before it has arrived.
 """
 
 import asyncio
@@ -25,18 +25,16 @@ from freewheel.fabric.merges import Merge
 CALL: Tag = (RUNTIME, "farewell")
 LEAVING: Tag = (RUNTIME, "leaving")
 BYE: Tag = (RUNTIME, "goodbye")
-RETRY_S = 0.01  # after about so long a worker calls again that was told "not now"; each time a little longer
-LONGEST_S = 600.0  # after so long a farewell is over for those who stay, and the one that leaves is cut off
+RETRY_S = 0.01  # between two calls of a worker that leaves; a little longer each time
+LONGEST_S = 600.0  # after so long those who stay give up a farewell and cut off the one that leaves
 
 
 class Party(Protocol):
-    """Whose replica takes part."""
+    """Whose replica takes part: a node."""
 
-    async def snapshot(self) -> Tensor:
-        """The weights, with what is pending."""
+    async def snapshot(self) -> Tensor: ...
 
-    def correct(self, vector: Tensor, own: bool = False) -> None:
-        """Add a vector at the next boundary."""
+    def correct(self, vector: Tensor, own: bool = False) -> None: ...
 
 
 class Farewells:
@@ -46,12 +44,10 @@ class Farewells:
         self, fabric: Fabric, party: Party, exchanges: Exchanges, spawn: Spawn, rng: random.Random
     ) -> None:
         self.fabric, self.party, self.exchanges, self.random = fabric, party, exchanges, rng
-        # A worker is away where it has handed over, or has no weights yet.
         self.calls = Calls(fabric, spawn, CALL, self._share, self._decided, LONGEST_S)
         self._leaving = fabric.by_peer()  # who has said that it leaves
 
     def serve(self) -> None:
-        """Take part in the others' farewells, from now on."""
         self.calls.serve()
         for tag, act in ((LEAVING, self._note), (BYE, self._answer)):
             self.calls.spawn(hear(self.fabric, tag, act))
@@ -59,7 +55,6 @@ class Farewells:
     # -- together --
 
     async def _share(self, merge: Merge) -> Tensor:
-        """What each of those who stay has to add; the one that leaves has called."""
         await self.exchanges.pause()
         n, leaver = len(merge.members), merge.caller
         shares = {peer: 1 / n if peer == leaver else -1 / (n * (n - 1)) for peer in merge.members}
@@ -77,7 +72,7 @@ class Farewells:
     # -- who leaves --
 
     def announce(self) -> None:
-        """Say that this worker is about to leave: where all do, none has to hand anything over."""
+        """Say that this worker is about to leave: if all are, none has to hand anything over."""
         for peer in self.fabric.others:
             self.fabric.post(peer, LEAVING)
 
@@ -85,7 +80,7 @@ class Farewells:
         self._leaving[message.sender] = True
 
     async def hand_over(self) -> None:
-        """Let the others' mean become the mean of all; tries until it is done, or nobody stays."""
+        """Let the others' mean become the mean of all; try until it is done, or nobody stays."""
         tries, away = 0, set[int]()
         try:
             while not self._leaving.keys() >= set(self.fabric.others):
@@ -102,7 +97,7 @@ class Farewells:
             self.calls.away = True  # its weights do not count any more
 
     async def goodbye(self) -> None:
-        """Wait until everybody has got all that this worker has sent."""
+        """Wait until everybody has received all that this worker has sent."""
         goodbyes = [self.fabric.ask(peer, BYE) for peer in self.fabric.others]
         for said in await asyncio.gather(*goodbyes, return_exceptions=True):
             if isinstance(said, BaseException) and not isinstance(said, PeerLost):

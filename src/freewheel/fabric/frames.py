@@ -6,8 +6,7 @@
     seal     of all before it and of how many frames went before; see fabric/secret.py
     vector   raw numbers, in pieces; see fabric/transfers.py
 
-A header that does not belong to this sender or this model ends the connection before a byte of the rest is
-read; a frame whose seal does not fit, before anything is made of it.
+A bad header ends the connection before the rest is read; a wrong seal, before tag and note are parsed.
 """
 
 import enum
@@ -33,10 +32,10 @@ DTYPES = (None, torch.float32, torch.bfloat16, torch.float64, torch.float16, tor
 class Kind(enum.IntEnum):
     """What a frame is for."""
 
-    HELLO = 1  # the first one in both directions; its tag says who is there, with what
+    HELLO = 1  # the first one in both directions
     REFUSE = 2  # instead of a hello: the tag says why
     MESSAGE = 3
-    PING = 4  # I am still here
+    PING = 4  # a heartbeat
     BYE = 5  # I leave; the tag says why
     NEAR = 6  # a message whose vector lies in a window: the end of its note says where (fabric/windows.py)
     READ = 7  # I have read the window with this number
@@ -53,7 +52,7 @@ class Crossed(BadFrame):
 
 @dataclass(slots=True)
 class Frame:
-    """A header, read."""
+    """A frame's header."""
 
     kind: Kind
     sender: int
@@ -66,7 +65,6 @@ class Frame:
 
     @property
     def rest(self) -> int:
-        """How many bytes of tag, note and seal follow."""
         return self.tag_bytes + 8 * self.notes + SEAL_BYTES
 
 
@@ -106,7 +104,6 @@ def parse(head: bytes, longest: int) -> Frame:
 
 
 def check_protocol(magic: bytes, protocol: int) -> None:
-    """Whether these are bytes of ours at all."""
     if magic != MAGIC:
         raise BadFrame("it does not speak Freewheel's protocol")
     if protocol != PROTOCOL:
@@ -114,7 +111,7 @@ def check_protocol(magic: bytes, protocol: int) -> None:
 
 
 def parse_rest(frame: Frame, rest: bytes, seals: Seals) -> tuple[Tag, Note]:
-    """Tag and note of the next frame that was sealed so."""
+    """Check the seal; tag and note."""
     if not hmac.compare_digest(rest[-SEAL_BYTES:], seals.next(frame.head + rest[:-SEAL_BYTES])):
         raise BadFrame("it sent a frame that is damaged, or not the next one of this connection")
     try:

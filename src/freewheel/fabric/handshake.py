@@ -1,4 +1,4 @@
-"""The handshake: a worker listens and calls others; both prove that they are of one run and say who they are.
+"""The handshake: two workers prove that they are of one run, say who they are, and find shared windows.
 
     caller                       callee
       a challenge     -------->             a random number, and which protocol this is
@@ -10,8 +10,8 @@
       sees            <------->  sees       which of the other's windows could be opened and read: the best
                                             kind that both see is used
 
-Who cannot prove it learns that somebody speaks this protocol here, and nothing else. Of those who have not
-done so yet only the newest few are kept, and not for long.
+Without the key a caller learns only which protocol is spoken here. Of connections that have proved nothing
+yet only the newest few are kept, and not for long.
 """
 
 import asyncio
@@ -39,16 +39,16 @@ from freewheel.fabric.transport import Transport, dial, listen, open_transport
 from freewheel.fabric.windows import KINDS, STREAM, Windows, is_locator
 from freewheel.records.counters import Counters
 
-GREETING_S = 10.0  # how long a connection may take to say who it is
-DIAL_S = 1.0  # a call may take so long to be answered: over a link that was cut a new one gets through sooner
+GREETING_S = 10.0  # how long a handshake may take
+DIAL_S = 1.0  # how long a call may take: after a partition a new one gets through sooner
 REFUSED, EARLIER = "it refused this worker", "it is an earlier life of worker"
 OTHER_KEYS = "its keys are not of this worker's set"
 STRANGER = "it has not this run's secret"
 AGAIN_S = 1.0  # between two tries to take a connection where no handle is left
 UNPROVEN = 64  # connections that have proved nothing yet: when more come, the oldest is closed
 PAUSE_S = 0.005  # between two connections that come in: training comes first
-COMPLAINTS, COMPLAINTS_S = 100, 60.0  # lines of the log about who was turned away, in so many seconds
-BROKEN = (OSError, EOFError, BadFrame)  # connections that come to nothing; silence and bad keys are OSErrors
+COMPLAINTS, COMPLAINTS_S = 100, 60.0  # lines of the log about refused connections, in so many seconds
+BROKEN = (OSError, EOFError, BadFrame)  # how a handshake may fail; time-outs and bad keys are OSErrors
 BEGINNING, CHALLENGE = struct.Struct("!4sB"), struct.Struct("!4sB32s")
 
 log = logging.getLogger("freewheel")
@@ -70,7 +70,7 @@ class Identity:
 
     @property
     def run(self) -> bytes:
-        """A name of the run, which says nothing about the key."""
+        """A name of the run, from which the key cannot be found."""
         return derive(self.key, "name")[:16]
 
     def mark(self, rank: int) -> bytes:
@@ -80,16 +80,14 @@ class Identity:
     def frame(
         self, kind: Kind, tag: Tag = (), note: Note = (), dtype: torch.dtype | None = None, numel: int = 0
     ) -> bytes:
-        """A frame of this worker; before a vector, with its type and length."""
         return frames.pack(kind, self.rank, self.incarnation, tag, note, dtype, numel)
 
     def hello(self, offers: Sequence[Note] = ()) -> bytes:
-        """The first frame of this worker on a connection; with windows that the peer may try to open."""
         tag = ("hello", self.version, self.model, self.place if offers else "", self.wire)
         return self.frame(Kind.HELLO, tag, pack([list(one) for one in offers]))
 
     def check(self, frame: Frame, tag: Tag, peer: int | None = None) -> None:
-        """BadFrame unless the other side is a worker (`peer`) of our run with our model and our version."""
+        """BadFrame unless this is the hello of a worker (`peer`) that fits this one."""
         if frame.kind is Kind.REFUSE:
             raise BadFrame(f"{REFUSED}: {tag[0] if tag else 'it did not say why'}")
         if frame.kind is not Kind.HELLO or len(tag) != 5 or tag[0] != "hello":
@@ -125,15 +123,14 @@ class Line:
     pid: int = 0  # the peer's process, where windows are shared
 
     def sealed(self, head: bytes) -> bytes:
-        """A frame that leaves now."""
+        """A frame with its seal: it must leave next."""
         return head + self.ours.next(head)
 
     async def write(self, head: bytes) -> None:
-        """Send a frame that has no vector."""
         await self.transport.write(self.sealed(head))
 
     async def read(self) -> tuple[Frame, Tag, Note]:
-        """The next frame up to its vector."""
+        """The next frame, but for its vector."""
         head = await take(self.transport, frames.HEADER.size)
         frame = frames.parse(head, self.me.longest)
         rest = await take(self.transport, frame.rest)
@@ -142,7 +139,7 @@ class Line:
 
 
 async def prove(transport: Transport, key: bytes, caller: bool) -> tuple[Seals, Seals]:
-    """Prove that this worker has the key, and let the other prove it: seals for both directions."""
+    """Both sides prove that they have the key; the seals of what is sent and of what comes."""
     mine = secrets.token_bytes(32)
     challenge = CHALLENGE.pack(frames.MAGIC, frames.PROTOCOL, mine)
     if caller:
@@ -163,12 +160,11 @@ async def prove(transport: Transport, key: bytes, caller: bool) -> tuple[Seals, 
         raise BadFrame(STRANGER)
     if not caller:
         await transport.write(answers)
-    keys = [Seals(derive(key, f"{side} speaks", *both)) for side in ("caller", "callee")]
-    return (keys[0], keys[1]) if caller else (keys[1], keys[0])
+    of_caller, of_callee = (Seals(derive(key, f"{side} speaks", *both)) for side in ("caller", "callee"))
+    return (of_caller, of_callee) if caller else (of_callee, of_caller)
 
 
 async def take(transport: Transport, size: int) -> bytes:
-    """The next bytes."""
     data = bytearray(size)
     await transport.read(memoryview(data))
     return bytes(data)
@@ -176,7 +172,7 @@ async def take(transport: Transport, size: int) -> bytes:
 
 @dataclass(eq=False)
 class Listener:
-    """Opens connections, in both directions; `admit` gets those that have said who they are."""
+    """Opens connections in both directions; `admit` gets those of others that have said who they are."""
 
     me: Identity
     counters: Counters
@@ -191,13 +187,11 @@ class Listener:
     _complaints: int = 0
 
     def open(self, host: str, port: int = 0) -> int:
-        """Listen; return the port."""
         self.listener = listener = listen(host, port)
         self.spawn(self._accept(listener)).add_done_callback(lambda _: listener.close())
         return int(listener.getsockname()[1])
 
     async def call(self, peer: int, host: str, port: int) -> Line:
-        """Connect with a peer; PeerLost with the reason if it cannot be had."""
         try:
             async with asyncio.timeout(DIAL_S):
                 sock = await dial(host, port)
@@ -224,13 +218,11 @@ class Listener:
             await asyncio.sleep(PAUSE_S)
 
     def _proven(self, sock: socket.socket, greeting: asyncio.Task[None]) -> None:
-        """It has proved that it has the key, or has ended."""
         self._unproven.pop(greeting, None)
         if greeting.cancelled():  # before it began it cannot close the socket itself
             sock.close()
 
     async def _let_in(self, sock: socket.socket, address: str) -> None:
-        """A connection came in: let it say who it is."""
         try:
             self.admit(await self._greet(sock, address))
         except BROKEN as error:
@@ -244,7 +236,7 @@ class Listener:
                 log.log(level, "refused a connection from %s: %s", address, words(error))
 
     async def _greet(self, sock: socket.socket, address: str, peer: int | None = None) -> Line:
-        """Shake hands with a peer that was called, or with whoever has called."""
+        """Shake hands with `peer`, or with whoever has called."""
         opened: Transport | socket.socket = sock
         calls = peer is not None
         try:
@@ -277,7 +269,7 @@ class Listener:
             raise
 
     def _near(self, line: Line) -> bool:
-        """Whether this worker is ready to share memory with a peer: not where that has failed."""
+        """Whether this worker would share memory with a peer: not if that has failed before."""
         return bool(self.me.place) and line.transport.local and line.peer not in self.unshared
 
     async def _hello(self, line: Line) -> None:
@@ -285,7 +277,7 @@ class Listener:
         await line.write(self.me.hello(offers))
 
     async def _compare(self, line: Line, tag: Tag, note: Note) -> None:
-        """Try to open what the peer offers, tell it, and hear what it could open; take the best of both."""
+        """Try the windows the peer offers, tell it which open, and hear the same; the best kind is used."""
         seen: list[str] = []
         try:
             offers = [tuple(one) for one in read_all([[int]], whole(note))]
@@ -310,7 +302,6 @@ class Listener:
 
 
 def words(error: BaseException) -> str:
-    """What went wrong with a connection."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):

@@ -1,7 +1,6 @@
-"""One pass over a device's memory instead of several: kernels made at run time, where PyTorch offers that.
+"""CUDA kernels that make one pass over memory instead of several, compiled by PyTorch's NVRTC at run time.
 
-NVRTC, which comes with PyTorch, compiles them; no compiler has to be installed. Each has a form in PyTorch's
-own operations beside it, which is used where this one cannot be: see `for_device` and `fits`.
+Where `for_device` or `fits` say no, the callers use PyTorch's own operations.
 """
 
 import functools
@@ -14,7 +13,6 @@ from torch import Tensor
 
 MOST = 8  # vectors that are combined in one pass; it stands in the source too
 THREADS, BLOCKS = 512, 1056
-NAMES = ("copy", "pull", "all")
 
 SOURCE = r"""
 #define HERE ((long long)blockIdx.x * blockDim.x + threadIdx.x)
@@ -83,12 +81,14 @@ log = logging.getLogger("freewheel")
 
 
 class Kernels:
-    """The kernels of one device."""
+    """The kernels of one device; the comments in SOURCE say what each does."""
 
     def __init__(self, device: torch.device) -> None:
         compiled: Any = torch.cuda._compile_kernel
         with torch.cuda.device(device):
-            self._copy, self._pull, self._all = [compiled(SOURCE, f"fw_{name}") for name in NAMES]
+            self._copy = compiled(SOURCE, "fw_copy")
+            self._pull = compiled(SOURCE, "fw_pull")
+            self._all = compiled(SOURCE, "fw_all")
 
     def copy(self, weights: Tensor, pending: Tensor | None, into: Tensor, bad: Tensor) -> None:
         """A copy with what is pending; `bad`, in pinned memory, becomes 1 if a number is not finite."""
@@ -96,11 +96,9 @@ class Kernels:
         self._run(self._copy, weights, nothing if pending is None else pending, into, bad)
 
     def pull(self, mine: Tensor, theirs: Tensor, share: float) -> None:
-        """mine <- share·(theirs - mine), theirs <- its negative."""
         self._run(self._pull, mine, theirs, float(share))
 
     def all(self, vectors: Sequence[Tensor], weights: Sequence[float], part: float) -> None:
-        """Each vector <- the weighted sum of all, or a part of how far that is from it."""
         none = MOST - len(vectors)
         factors = [float(weight) for weight in weights] + [0.0] * none
         self._run(self._all, *vectors, *[vectors[0]] * none, *factors, len(vectors), float(part))
@@ -124,7 +122,7 @@ def fits(*vectors: Tensor) -> bool:
 
 @functools.cache
 def for_device(device: torch.device) -> Kernels | None:
-    """The kernels of a device; None: they cannot be made, and PyTorch's operations do."""
+    """None if they cannot be made."""
     try:
         return Kernels(device)
     except Exception as error:

@@ -17,7 +17,7 @@ EVERYBODY = 0
 
 @dataclass(frozen=True)
 class View:
-    """A numbered membership: no two views of a run have the same number, on two sides of a cut neither."""
+    """A numbered membership: no two views of a run share a number, not even on two sides of a partition."""
 
     number: int
     members: tuple[int, ...]
@@ -53,17 +53,15 @@ class Merge:
         return await self.reduce(vector, dict.fromkeys(self.members, 1 / len(self.members)), part)
 
     async def reduce(self, vector: Tensor, weights: Weights, part: float = 0.0) -> Tensor:
-        """See Fabric.reduce; each has a tag of its own, counted among those of the same members."""
+        """See Fabric.reduce. Every reduction of the same members gets the next tag."""
         tag = (*self.tag, zlib.crc32(repr(tuple(weights)).encode()))
         self._reductions[tag] += 1
         return await self._fabric.reduce((*tag, self._reductions[tag]), vector, weights, part)
 
     async def gather(self, note: Note) -> dict[int, Note]:
-        """Every member's note, known to every member."""
         return await collectives.gather(self._fabric, self.members, note, self.tag)
 
     async def broadcast(self, root: int, vector: Tensor | None, among: Sequence[int] = ()) -> Tensor:
-        """The root's vector, handed to all members."""
         got = await collectives.broadcast(self._fabric, among or self.members, root, vector, self.tag)
         return got.payload
 
@@ -82,5 +80,4 @@ class Merge:
                 one.cancel()
 
     def forget(self) -> None:
-        """Drop what still arrives."""
         self._fabric.forget(self.tag)

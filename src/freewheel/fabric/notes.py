@@ -1,7 +1,7 @@
 """Lists and tuples as the numbers of a note, and back.
 
-A tuple is its parts, one after the other. A list comes after its length, so that who reads it knows where it
-ends. A shape says what is read: `int` a whole number, `(a, b)` one of each, `[a]` any number of them.
+A tuple is its parts, one after the other; a list is its length, then its parts. A shape says what is read:
+`int` a whole number, `(a, b)` one of each, `[a]` any number of them.
 """
 
 import math
@@ -12,7 +12,6 @@ Shape: TypeAlias = Any
 
 
 def pack(*values: Any) -> tuple[float, ...]:
-    """Values as numbers."""
     numbers: list[float] = []
     for value in values:
         if isinstance(value, list):
@@ -25,7 +24,7 @@ def pack(*values: Any) -> tuple[float, ...]:
 
 
 def read(shape: Shape, numbers: Iterator[int]) -> Any:
-    """The way back; ValueError if there are too few."""
+    """Undo `pack`; ValueError if there are too few numbers."""
     if isinstance(shape, list):
         if (count := read(int, numbers)) < 0:
             raise ValueError("a list shorter than none")
@@ -38,7 +37,7 @@ def read(shape: Shape, numbers: Iterator[int]) -> Any:
 
 
 def read_all(shape: Shape, numbers: Iterator[int]) -> Any:
-    """The same; ValueError if there are more, too."""
+    """Undo `pack`; ValueError if there are too few numbers or too many."""
     found = read(shape, numbers)
     for _ in numbers:
         raise ValueError("more numbers than were awaited")
@@ -46,7 +45,7 @@ def read_all(shape: Shape, numbers: Iterator[int]) -> Any:
 
 
 def whole(numbers: Sequence[float]) -> Iterator[int]:
-    """Numbers that must be whole and not negative, one after the other; ValueError if one is not."""
+    """Check that numbers are whole and not negative, one by one; ValueError at the first that is not."""
     for number in numbers:
         if not (0 <= number < math.inf and number == int(number)):
             raise ValueError(f"{number} is not a whole number")

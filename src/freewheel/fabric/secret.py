@@ -1,12 +1,12 @@
 """The secret of a run: everybody in it has it, nobody sends it.
 
-Whoever starts a run makes one (or is given one) and hands it to its workers by their environment, which only
-their own user can read. All else is derived from it, by HMAC-SHA256 and, for frames, by keyed BLAKE2:
+Whoever starts a run makes or is given one, and hands it to its workers by their environment, which only their
+own user can read. Seals and proofs are derived from it, by HMAC-SHA256 and, for frames, by keyed BLAKE2:
 
-- what is written into the store carries a seal over its name and text, so that nobody else can write there;
+- an entry of the store carries a seal over its name and text, so that nobody else can write there;
 - two workers prove to each other that they have it before either says anything else (fabric/handshake.py);
-- every frame between them is sealed with a key of its connection and the number of frames before it, so that
-  none can be changed, repeated, moved or brought in from elsewhere. Vectors are not: for that there is TLS.
+- every frame is sealed with a key of its connection and the number of frames before it, so that none can be
+  changed, repeated, moved or brought in from elsewhere. Vectors are not: for that there is TLS.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ SEAL_BYTES = 16
 
 
 class Forged(ConfigError):
-    """An entry of the store that nobody with this run's secret has written."""
+    """An entry of the store without a seal of this run's secret."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -36,18 +36,17 @@ class Forged(ConfigError):
 
 
 def derive(key: bytes, *words: str | bytes) -> bytes:
-    """A key, or a proof, that only who has the key can make; no two lists of words give the same."""
+    """A key or a proof that needs `key` to be made; no two lists of words give the same."""
     parts = [word.encode() if isinstance(word, str) else word for word in words]
     return hmac.digest(key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256")
 
 
 def seal(key: bytes, name: str, text: str) -> str:
-    """What is written into the store under a name."""
     return derive(key, "entry", name, text).hex() + text
 
 
 def unseal(key: bytes, name: str, entry: bytes) -> str:
-    """The way back; Forged unless it was sealed with this key, under this name."""
+    """The text; Forged unless it was sealed with this key, under this name."""
     mark, text = entry[:64], entry[64:]
     if not hmac.compare_digest(mark, derive(key, "entry", name, text).hex().encode()):
         raise Forged(name)
@@ -61,7 +60,6 @@ class Seals:
         self._key, self._before = key, 0
 
     def next(self, data: bytes | bytearray) -> bytes:
-        """The seal of the next frame."""
         number = self._before.to_bytes(16, "big")  # a salt: BLAKE2 is its own HMAC, and quicker
         self._before += 1
         return hashlib.blake2b(data, key=self._key, salt=number, digest_size=SEAL_BYTES).digest()
@@ -71,12 +69,11 @@ class Seals:
 
 
 def make() -> bytes:
-    """A new one."""
     return secrets.token_bytes(32)
 
 
 def of_text(text: str, where: str) -> bytes:
-    """What somebody has typed or written down, or the launcher has handed on."""
+    """64 hex digits as they are; any other text is hashed."""
     words = text.strip()
     if len(words) < SHORTEST:
         raise ConfigError(
@@ -91,7 +88,7 @@ def of_text(text: str, where: str) -> bytes:
 
 
 def read(path: Path) -> bytes:
-    """From a file; refused where others than its owner could have read it."""
+    """ConfigError if others than the file's owner could have read it."""
     try:
         with path.open() as file:
             about = os.fstat(file.fileno())
@@ -108,14 +105,13 @@ def read(path: Path) -> bytes:
 
 
 def write(path: Path, secret: bytes) -> None:
-    """Into a new file that only its owner can read."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secret.hex() + "\n")
 
 
 def of_keys(folder: Path) -> bytes:
-    """Who shares a set of TLS keys shares a secret already."""
+    """A secret made of a set of TLS keys: who has the keys has it."""
     try:
         return derive(b"", "secret", (folder / "worker.key").read_bytes())
     except OSError as error:
@@ -123,7 +119,7 @@ def of_keys(folder: Path) -> bytes:
 
 
 def of_environment(environment: Mapping[str, str]) -> bytes:
-    """A worker's; empty where nobody has given one."""
+    """A worker's secret; empty if it was given none."""
     if environment.get(SECRET):
         return of_text(environment[SECRET], SECRET)
     return read(Path(environment[SECRET_FILE])) if environment.get(SECRET_FILE) else b""

@@ -45,14 +45,14 @@ async def serve(fabric: Fabric, centre: Tensor, apply: Apply) -> None:
 
 
 class Client:
-    """One worker's side: asks, and remembers the version it was last answered with."""
+    """One worker's side."""
 
     def __init__(self, fabric: Fabric, server: int, numel: int) -> None:
         self.fabric, self.server, self.numel = fabric, server, numel
         self.version = 0
 
     async def ask(self, vector: Tensor | None) -> Answer:
-        """Send a vector to the server, or None to read the centre, and wait for the answer."""
+        """Send a vector; None only reads the centre."""
         message = await self.fabric.ask(self.server, REQUEST, vector, (self.version,))
         delay, self.version = message.numbers(2, 2)
         return Answer(message.of(self.numel), delay)

@@ -1,11 +1,10 @@
 """Moving vectors over a transport, piece by piece, and combining pieces while they are in the cache.
 
-Long vectors are moved by threads, in which a transport's coroutines wait in the system and never give way,
-short ones and those over TLS in the event loop. The same code does both.
+The same coroutines move all vectors: long ones in threads, where they block and never yield; short ones, and
+those over TLS, in the event loop.
 
-What two or more workers make of their vectors together is computed once, for all of them: each worker takes
-a share of the numbers (two take a half each), and writes everybody's result over everybody's vector. So
-nobody waits for anybody in the middle, and no memory is needed for the result.
+What several workers make of their vectors together is computed once for all: each takes a share of the
+numbers (two take a half each) and writes the results over everybody's vector, so they need no memory.
 """
 
 import asyncio
@@ -29,8 +28,8 @@ from freewheel.records.counters import Counters
 
 T = TypeVar("T")
 LONG = 1 << 15  # vectors of at least so many numbers are moved in threads
-PIECE = 1 << 20  # numbers that are moved at once: with fewer, threads wake up more often than they need to
-CHECKED = 1 << 17  # numbers that are looked at, and combined, at once: they should stay in the cache
+PIECE = 1 << 20  # numbers that are moved at once: with fewer, threads wake up too often
+CHECKED = 1 << 17  # numbers that are checked, and combined, at once: they should stay in the cache
 INLINE = 1 << 18  # host vectors up to here are combined in the event loop: a thread would take longer
 # Numbers that are combined at once. A few of these pieces should fit the processor's cache; on a GPU more
 # would be faster, and need more memory.
@@ -63,11 +62,10 @@ class Landing(asyncio.Future):  # type: ignore[type-arg]
 
     @property
     def open(self) -> bool:
-        """Whether it is still wanted: what comes for one that is not is read and dropped."""
+        """Whether it is still wanted; if not, what comes for it is read and dropped."""
         return self.failure is None and not self.done()
 
     def take(self, at: int, piece: Tensor) -> None:
-        """A piece is there."""
         try:
             if not self.open:
                 return
@@ -79,7 +77,7 @@ class Landing(asyncio.Future):  # type: ignore[type-arg]
             self.failure = error
 
     def finish(self) -> None:
-        """All pieces are there; in the event loop."""
+        """All pieces are there; call this in the event loop."""
         if not self.done() and self.failure is not None:
             self.set_exception(self.failure)
         elif not self.done():
@@ -109,7 +107,7 @@ class Transfers:
             self._spare = {vector.numel(): vector}
 
     async def work(self, numel: int, act: Callable[[], T]) -> T:
-        """Do something with vectors: beside the event loop, unless it is short; on the device, to its end."""
+        """Do something with vectors: in a thread, unless it is short; on a device, until it has finished."""
         if self.side is None and numel <= INLINE:
             return act()
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._work, act)
@@ -127,11 +125,9 @@ class Transfers:
     # -- over a transport --
 
     async def write(self, transport: Transport, vector: Tensor, wire: torch.dtype) -> None:
-        """Send a vector."""
         await self._move(transport, vector.numel(), partial(self._write, vector, wire))
 
     async def read(self, transport: Transport, dtype: torch.dtype, numel: int) -> Tensor:
-        """Receive a vector."""
         kept = torch.uint8 if dtype == torch.uint8 else self.dtype
         spare = None if kept == torch.uint8 else self._spare.pop(numel, None)
         vector = torch.empty(numel, dtype=kept) if spare is None else spare
@@ -139,7 +135,6 @@ class Transfers:
         return vector
 
     async def land(self, transport: Transport, dtype: torch.dtype, numel: int, landing: Landing) -> None:
-        """Receive a vector where it is awaited."""
         if numel != landing.numel:
             raise BadFrame(f"it sent {numel} numbers where {landing.numel} are awaited")
         await self._move(transport, numel, partial(self._read, dtype, landing))
@@ -192,13 +187,11 @@ class Transfers:
 
 
 def shares(numel: int, count: int) -> list[slice]:
-    """A vector cut into so many parts of about the same length."""
     cuts = [min(numel, -(-numel * k // (count * ALIGN)) * ALIGN) for k in range(count)] + [numel]
     return [slice(start, end) for start, end in itertools.pairwise(cuts)]
 
 
 def correct(mine: Tensor, theirs: Tensor, meet: Meet) -> None:
-    """Write over mine what the strategy makes of both; the usual correction takes two passes."""
     if isinstance(meet, Pull):
         mine.sub_(theirs).mul_(-meet.share)
     else:
@@ -238,12 +231,11 @@ def _size(vector: Tensor) -> int:
 
 
 def pieces(vectors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """Vectors side by side, so much of each at once as fits the cache."""
+    """Vectors side by side, in pieces that fit the cache."""
     return zip(*(torch.split(vector, _size(vectors[0])) for vector in vectors), strict=True)
 
 
 def add_up(total: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The weighted sum of a piece of some vectors."""
     counted = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight]
     if not counted:
         return total.zero_()
@@ -254,7 +246,7 @@ def add_up(total: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> 
 
 
 def spread(total: Tensor, pieces: Sequence[Tensor], part: float) -> None:
-    """Write a sum, or a part of how far it is, over a piece of each vector."""
+    """Write a sum, or a part of how far each piece is from it, over the pieces."""
     for piece in pieces:
         if not part:
             piece.copy_(total)
@@ -267,21 +259,21 @@ def spread(total: Tensor, pieces: Sequence[Tensor], part: float) -> None:
 
 
 def tally(vectors: Sequence[Tensor], weights: Sequence[float], total: Tensor, travels: Tensor) -> None:
-    """Write the weighted sum of some vectors into one beside them, and from there where it can travel."""
+    """Write the weighted sum of some vectors into `total`, and from there where it can travel."""
     for into, *some in pieces((total, *vectors)):
         add_up(into, some, weights)
     travels.copy_(total)
 
 
 def hand_out(vectors: Sequence[Tensor], part: float, total: Tensor, travels: Tensor) -> None:
-    """Write a sum that has travelled, or a part of how far it is, over each vector."""
+    """Write a sum that has travelled, or a part of how far each vector is from it, over the vectors."""
     total.copy_(travels)
     for one, *some in pieces((total, *vectors)):
         spread(one, some, part)
 
 
 def finite(piece: Tensor) -> bool:
-    """Whether all numbers are finite. If not, nor is their sum; one that overflows is looked at again."""
+    """Whether all numbers are: then so is their sum, unless it overflows."""
     return math.isfinite(piece.sum().item()) or bool(piece.isfinite().all())
 
 

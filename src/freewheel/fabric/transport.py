@@ -1,6 +1,6 @@
-"""A transport moves bytes in two acts: read exactly so many bytes into memory, write all of these.
+"""A transport fills memory with bytes that come, or writes all bytes of some memory.
 
-Plain sockets read straight into the memory of a tensor, long vectors in threads. TLS goes through asyncio's
+Plain sockets read straight into a tensor's memory, long vectors in threads. TLS goes through asyncio's
 streams, which copy.
 """
 
@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable
 from typing import TypeAlias
 
-SIGN_US = 250_000  # so long a thread waits for a piece at a time: what comes shows that the peer lives
+SIGN_US = 250_000  # how long a thread waits at a time: what has come by then shows that the peer lives
 STREAM_BYTES = 4 << 20  # how much of a TLS connection may wait to be read
 
 
@@ -40,7 +40,6 @@ class PlainTransport:
         return False
 
     async def read(self, into: memoryview) -> None:
-        """Fill the memory; EOFError when the other side has closed."""
         while len(into):
             try:
                 got = self._socket.recv_into(into, 0, socket.MSG_DONTWAIT)
@@ -50,7 +49,6 @@ class PlainTransport:
             into = into[self.heard(got) :]
 
     async def write(self, data: memoryview | bytes) -> None:
-        """Hand all bytes to the system."""
         data = memoryview(data)
         while len(data):
             try:
@@ -59,14 +57,13 @@ class PlainTransport:
                 await self._until(self._loop.add_writer, self._loop.remove_writer)
 
     def write_now(self, data: bytes) -> int:
-        """Hand over what the system takes at once; how many bytes that was."""
+        """Write what the system takes at once; how many bytes that was."""
         try:
             return self._socket.send(data, socket.MSG_DONTWAIT)
         except OSError:  # it is full, or broken, which the next write finds out
             return 0
 
     async def _until(self, add: Callable[..., None], remove: Callable[[int], object]) -> None:
-        """Wait until the socket can be read, or written."""
         ready, number = asyncio.Event(), self._socket.fileno()
         add(number, ready.set)
         try:
@@ -75,14 +72,14 @@ class PlainTransport:
             remove(number)
 
     def heard(self, got: int) -> int:
-        """So many bytes came."""
+        """Note that so many bytes came; EOFError if it was none."""
         if not got:
             raise EOFError("the connection was closed")
         self.heard_s = self._loop.time()
         return got
 
     def blocking(self) -> BlockingTransport | None:
-        """The same for a thread that may wait in system calls; None where there is no handle left for it."""
+        """This transport for a thread, which may wait in system calls; None if no file handle is left."""
         with contextlib.suppress(OSError):
             return BlockingTransport(self, self._socket.dup())
         return None
@@ -95,23 +92,21 @@ class PlainTransport:
 
 
 class BlockingTransport:
-    """A plain transport as a thread sees it: its coroutines wait in the system and never give way.
+    """A plain transport for a thread: its coroutines block and never yield.
 
-    The thread has a handle of its own, so that none is closed, and given to another connection, under it.
+    The thread has a file handle of its own, which is not closed and used for another connection under it.
     """
 
     def __init__(self, transport: PlainTransport, sock: socket.socket) -> None:
         self._transport, self.socket = transport, sock
 
     async def read(self, into: memoryview) -> None:
-        """Fill the memory; EOFError when either side has closed."""
         while len(into):
-            # Nothing may come for a while; whether that is too long, others decide.
+            # Nothing may come for SIGN_US; whether the peer is silent for too long, others decide.
             with contextlib.suppress(BlockingIOError):
                 into = into[self._transport.heard(self.socket.recv_into(into, 0, socket.MSG_WAITALL)) :]
 
     async def write(self, data: memoryview | bytes) -> None:
-        """Hand all bytes to the system."""
         self.socket.sendall(data)
 
 
@@ -126,7 +121,6 @@ class TlsTransport:
         self.heard_s = self._loop.time()
 
     async def read(self, into: memoryview) -> None:
-        """Fill the memory; EOFError when the other side has closed."""
         while len(into):
             if not (data := await self._reader.read(len(into))):
                 raise EOFError("the connection was closed")
@@ -135,7 +129,6 @@ class TlsTransport:
             into = into[len(data) :]
 
     async def write(self, data: memoryview | bytes) -> None:
-        """Hand all bytes to the system."""
         self._writer.write(data)
         await self._writer.drain()
 
@@ -148,7 +141,6 @@ class TlsTransport:
         return
 
     def close(self) -> None:
-        """Close at once."""
         self._writer.transport.abort()
 
 
@@ -157,7 +149,6 @@ Bytes: TypeAlias = Transport | BlockingTransport  # what moves them
 
 
 async def dial(host: str, port: int) -> socket.socket:
-    """Connect."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, kind, _, _, address = found[0]
@@ -172,7 +163,6 @@ async def dial(host: str, port: int) -> socket.socket:
 
 
 async def open_transport(sock: socket.socket, tls: ssl.SSLContext | None, server: bool) -> Transport:
-    """Make a transport of a connected socket; with TLS, shake hands first."""
     if tls is None:
         return PlainTransport(sock)
     loop = asyncio.get_running_loop()
@@ -190,7 +180,6 @@ async def open_transport(sock: socket.socket, tls: ssl.SSLContext | None, server
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A listening socket; port 0 takes any that is free."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = found[0]
     both = family == socket.AF_INET6
