@@ -27,10 +27,10 @@ Tag: TypeAlias = tuple[str | int, ...]
 Note: TypeAlias = tuple[float, ...]
 EXCHANGE = "exchange"  # the first word of tags of exchanges, whose vectors may travel in a coarser format
 RUNTIME = "run"  # the first word of tags that are not a strategy's
-BYTES = "bytes"  # the last word of those whose vector is bytes: not looked at, they travel as they are
-BYTES_PIECE = 1 << 22  # how many of them one message may have
+BYTES = "bytes"  # the last word of tags whose vector is bytes, which travel as they are
+BYTES_PIECE = 1 << 22  # how many bytes one message may have
 MESSAGE_BYTES = 1024  # about how much memory a message takes beside its vector and numbers
-AGAIN = "it connected again"  # a connection took the place of another, of the same life: nobody was lost
+AGAIN = "it connected again"  # a new connection replaces one of the same life: nobody was lost
 LARGEST = 2**53  # whole numbers beyond it are not exact in a note
 # Hears what happened (a word of docs/RECORDS.md), to whom (None: to all), and more about it in words.
 Notice: TypeAlias = Callable[[str, int | None, str], None]
@@ -121,7 +121,7 @@ class Fabric:
         self.members: tuple[int, ...] = (rank,)  # who is within reach now, this worker too, in order
         self._reach = frozenset((rank,))  # the same, for looking up
         self._lost: dict[int, str] = {}
-        self.left: set[int] = set()  # who has said goodbye, and is not coming back in this life
+        self.left: set[int] = set()  # who has said goodbye and does not come back in this life
         self._boxes: dict[Tag, deque[Message]] = {}
         self._unread: Counter[int] = Counter()  # about how many bytes each has sent that nobody has received
         self._waiters: dict[Tag, list[tuple[Sequence[int], asyncio.Future[Message]]]] = {}
@@ -314,7 +314,7 @@ class Fabric:
         for left in self._leaving.pop(peer, ()):
             if not left.done():
                 left.set_exception(PeerLost(peer, why))
-                left.exception()  # whoever awaits it hears of it; nobody has to
+                left.exception()  # now asyncio does not complain if nobody awaits it
         for waiters in list(self._waiters.values()):
             for whom, future in waiters:
                 if peer in whom and not future.done():

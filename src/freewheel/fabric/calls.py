@@ -33,7 +33,7 @@ HAVE, BUSY, MOVING, AWAY = range(4)
 DROP, COMMIT = range(2)
 WANT: Tag = ("merge", "want")
 REACH: Tag = ("merge", "reach")
-GRACE_S = 0.5  # how long workers may differ about who is there before it is believed
+GRACE_S = 0.5  # how long workers may differ about who is within reach
 Act: TypeAlias = Callable[[Merge], Awaitable[Any]]  # what all do; it may raise PeerLost or NotNow
 Decided: TypeAlias = Callable[[Merge, str], None]  # hears that it is done, dropped or half
 # Makes of what all have said with "has it" what the caller says with "commit"; None: it drops it.
@@ -244,7 +244,7 @@ class FreeMerges(Calls):
         self._reach.sees[news.sender] = news.numbers(1)
 
     async def _watch(self) -> None:
-        if len(self.fabric.members) == self.fabric.world_size:  # nobody has to be told
+        if len(self.fabric.members) == self.fabric.world_size:  # all know it already
             self._reach.told.update(dict.fromkeys(self.fabric.members, self.fabric.members))
         while True:
             self._reach.tell(self.fabric.members[0], self.fabric.members)

@@ -52,8 +52,7 @@ class Party(Protocol):
     @property
     def meet(self) -> Meet: ...
 
-    def met(self, peer: int, correction: Tensor) -> None:
-        """The exchange is complete: correct."""
+    def met(self, peer: int, correction: Tensor) -> None: ...
 
     def count(self, outcome: str) -> None:
         """Count an exchange as done, busy, half or failed."""

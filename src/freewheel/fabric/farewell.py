@@ -45,7 +45,7 @@ class Farewells:
     ) -> None:
         self.fabric, self.party, self.exchanges, self.random = fabric, party, exchanges, rng
         self.calls = Calls(fabric, spawn, CALL, self._share, self._decided, LONGEST_S)
-        self._leaving = fabric.by_peer()  # who has said that it leaves
+        self._leaving = fabric.by_peer()  # who has announced that it leaves
 
     def serve(self) -> None:
         self.calls.serve()

@@ -204,7 +204,7 @@ class Listener:
         while True:
             try:
                 sock, address = await loop.sock_accept(listener)
-            except OSError as error:  # no handle is left, for one; who calls tries again
+            except OSError as error:  # no file handle is left, for one; the caller tries again
                 log.warning("cannot take a connection: %s", words(error))
                 await asyncio.sleep(AGAIN_S)
                 continue

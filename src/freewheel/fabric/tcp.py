@@ -109,7 +109,7 @@ class TcpFabric(Together):
 
     async def land(self, peer: int, tag: Tag, numel: int, each: Each | Tensor) -> None:
         landing = Landing(numel, each)
-        if tag in self._boxes:  # it was faster than who awaits it
+        if tag in self._boxes:  # it came before it was awaited
             self.transfers.take(landing, (await super().receive(tag, peer)).of(numel).cpu())
             await landing
             return

@@ -30,7 +30,7 @@ from freewheel.fabric.notes import pack
 from freewheel.fabric.transfers import LONG, SHORT, combine_all, combine_two, correct, hand_out, shares, tally
 from freewheel.fabric.windows import DEVICE, HOST, KINDS, LONGEST_LOCATOR, STREAM
 
-GOODBYE_S = 0.2  # who leaves closes its windows: its goodbye may come so much later
+GOODBYE_S = 0.2  # the goodbye of a worker may come so much later than it closes its windows
 # Which kind of window a member's vector lies in, whose windows of that kind it sees, and where it lies.
 Ready: TypeAlias = tuple[int, list[int], list[float]]
 Shown: TypeAlias = tuple[int, list[float]]  # a member, and where its vector lies: a locator, or nothing
@@ -104,7 +104,7 @@ class Together(Vectors):
         halves = shares(mine.numel(), 2)
         own, other = halves if self.rank < peer else reversed(halves)
         async with self._lent(mine, kind, (peer,)) as shown:
-            self.need(peer, epoch)  # who was lost meanwhile has forgotten this swap
+            self.need(peer, epoch)  # a peer that was lost meanwhile has forgotten this swap
             if kind == STREAM:
                 await self._swap_streams(peer, tag, shown[own], shown[other], meet, told)
                 return mine

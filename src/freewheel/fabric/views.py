@@ -117,7 +117,7 @@ class Views:
         self._calls.number = 0  # people read it
         self._reach = Reach(fabric, VIEW)
         self._refused = fabric.by_peer()  # who cannot be with this worker
-        self._left = fabric.by_peer()  # whose loop has ended: in which line, after which merges
+        self._left = fabric.by_peer()  # who has left: in which line, after which merges of each group
         self._unwilling = fabric.by_peer()  # who sees another leader, and since when
         self.view = View(0, (self.rank,))
         # What this worker is, and will be once it has copied.
@@ -127,7 +127,7 @@ class Views:
         self.owed: list[int] = []  # who waits for a copy of this worker's weights
         self.under_way: tuple[int, int, Sequence[int]] | None = None  # the group, its number, its members
         self.begun = self._wanted = False
-        self._epochs: dict[int, int] = {}  # whom this worker said it goes on with, in which epoch of each
+        self._epochs: dict[int, int] = {}  # the members it has promised to go on with, and their epochs
         self._goodbye: Note = ()
 
     # -- for merges --
@@ -441,7 +441,7 @@ class Merges:
             await asyncio.wait((task, over), return_when=asyncio.FIRST_COMPLETED)
             if task.done() and not isinstance(task.exception(), PeerLost):
                 return task.result()
-            await asyncio.wait((over,))  # who has lost a peer waits for the view to end
+            await asyncio.wait((over,))  # a peer was lost, so the view will end
             return False
         finally:
             if not task.done():
