@@ -80,7 +80,7 @@ class HostWindow(mmap.mmap):
         path = Path(f"/proc/{pid}/fd/{fd}")
         try:
             name = path.readlink().name
-        except (FileNotFoundError, PermissionError):  # who was let in and has ended: its files are root's
+        except (FileNotFoundError, PermissionError):  # the files of a process that has ended are root's
             raise ProcessLookupError("it is gone, or its process has ended") from None
         if name != f"memfd:{NAME} (deleted)":
             raise OSError(f"{path} is not a window")
@@ -386,8 +386,7 @@ class Windows:
 
     def open(self, locator: Note) -> Window:
         """A peer's window; OSError if it cannot be opened."""
-        kind, _, pid, size = (int(number) for number in locator[:4])
-        rest = [int(number) for number in locator[4:]]
+        kind, _, pid, size, *rest = map(int, locator)
         if (known := self.known(locator)) is not None:
             return known
         if KINDS[kind] == HOST:
