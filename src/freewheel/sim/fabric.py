@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import weakref
 from collections import deque
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from freewheel.fabric import collectives
-from freewheel.fabric.base import Each, Fabric, Message, Note, Tag, Weights
+from freewheel.fabric.base import Each, Fabric, Left, Message, Note, Tag, Weights
 from freewheel.records.counters import Counters
 from freewheel.sim.clock import Callback, Trace, VirtualLoop
 from freewheel.sim.links import PACKET_BYTES, Fair, Network, Port
 
 HEADER_BYTES = 64
-Left: TypeAlias = asyncio.Future[None]  # is done when the last byte of a message has left
 
 
 class Wire:
