@@ -61,6 +61,7 @@ class Result:
         return str(self.settings.get("clock", "virtual"))
 
     def as_json(self) -> dict[str, Any]:
+        """All figures as plain data."""
         return {key: getattr(self, key) for key in JSON_KEYS}
 
 
