@@ -111,8 +111,13 @@ class NodeDriver(Node):
         self._joining = False
         return None if self.views.source < 0 else self.views.source
 
-    def leave(self) -> None:
+    def leave(self, together: bool = False) -> None:
+        """Take part in no further view; those who began `together` must end so, unless somebody joins."""
+
         async def leave() -> None:
+            waits = together and not self.view.number
+            while waits and not self.views.joined:
+                await self.view_change()
             self.views.leave(self._merges.called)
 
         if self.views.begun:

@@ -170,6 +170,38 @@ def test_who_comes_back_when_the_loops_of_all_others_have_ended_copies_one_of_th
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("strategy", ["sasgd:interval=4", "nodelay", "dpsgd"])
+def test_who_is_lost_after_the_loops_of_all_others_have_ended_comes_back(strategy, monkeypatch):
+    """In the view that all began with; no merge of a later one hands out weights any more."""
+    ended, back = threading.Event(), threading.Event()
+    all_there = Ending._all_there
+
+    def waits(ending: Ending) -> bool:
+        ended.set()
+        return back.is_set() and all_there(ending)
+
+    monkeypatch.setattr(Ending, "_all_there", waits)
+
+    def work(place: Place) -> list[torch.Tensor]:
+        model, worker = attach(place, seed=place.rank, strategy=strategy)
+        if place.rank == 0:
+            with worker:
+                step(model, worker.optimizer)
+                return everything(worker)
+        with contextlib.suppress(Left), worker:
+            assert ended.wait(DEADLINE_S)
+            raise Left
+        _, worker = attach(next_life(place), seed=7, strategy=strategy)
+        with worker:
+            found = everything(worker)
+            back.set()
+        return found
+
+    living, returned = together(2, work, deadline_s=30.0)
+    for mine, theirs in zip(living, returned, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
 def test_worker_0_leaves_while_another_is_only_about_to_begin(monkeypatch):
     """Who begins last must not wait for first weights that nobody sends any more."""
     inner = joining.start

@@ -160,6 +160,11 @@ class Views:
             await asyncio.shield(self.over)
         await self.open.wait()
 
+    @property
+    def joined(self) -> bool:
+        """Whether somebody has come into this view who needs weights of another."""
+        return self.view.number > 0 and set(self.view.members) != set(self.coming.heirs)
+
     def leave(self, called: dict[int, int]) -> None:
         """Take part in no further view: this worker's loop has ended after so many merges of each group."""
         self._calls.away = True

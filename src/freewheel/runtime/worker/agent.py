@@ -223,8 +223,7 @@ class Agent:
         silent ones whose process accepts connections: a long call or a stop holds up one of the two.
         """
         self.node.end_calls()
-        if self.node.view.number:  # else all began together, and must end together
-            self.node.leave()
+        self.node.leave(together=True)
         end_s = self.loop.time() + COMING_S
 
         async def somebody_comes() -> bool:
