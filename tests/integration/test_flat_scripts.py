@@ -302,3 +302,31 @@ def test_a_script_that_forgets_finish_is_told_so_and_exits_with_an_error(how, co
     assert (tmp_path / "left").read_text() == "written"
     assert ("ended without worker.finish()" in done.stderr) == (how == "forget")
     assert ("Traceback" in done.stderr) == (how == "raise")
+
+
+ASKS = """
+import sys
+import torch
+import freewheel as fw
+torch.manual_seed(0)
+net = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+with fw.attach(net, optimizer, "none") as worker:
+    net(torch.randn(4, 2) + worker.rank).sum().backward()
+    optimizer.step()
+    if sys.argv[1] == "inside":
+        worker.consensus()
+    if sys.argv[1] == "checkpoint":
+        worker.checkpoint("saved")
+if sys.argv[1] == "behind":
+    worker.consensus()
+"""
+
+
+@pytest.mark.parametrize("asks", ["never", "inside", "behind", "checkpoint"])
+def test_a_script_that_never_asks_for_the_answer_is_told_so(asks, tmp_path):
+    (tmp_path / "asks.py").write_text(ASKS)
+    done = forked.run(*forked.FREEWHEEL, "run", "-n", "2", "asks.py", asks, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0, done.stderr
+    said = done.stderr.count("[0] freewheel: the script never asked for worker.consensus()")
+    assert said == done.stderr.count("never asked") == (asks == "never")

@@ -285,6 +285,12 @@ def test_the_order_of_a_dataloader_is_kept(alone):
             "is a DistributedSampler, which deals by rank",
         ),
         (lambda me: me.loader(Pairs(), 4, sampler=iter([1, 2])), "has no length.*Give it __len__"),
+        (
+            lambda me: me.loader(
+                Pairs(), 4, sampler=RandomSampler(Pairs(), replacement=True, num_samples=10**10)
+            ),
+            "draws 10,000,000,000 times a pass.*at most 100,000,000. Give it fewer draws",
+        ),
         (lambda me: me.loader(Stream(), 4, sampler=[1]), "a stream comes in its own order.*no sampler"),
         (
             lambda me: list(me.loader(Pairs(), 4, sampler=Liar())),

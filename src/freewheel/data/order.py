@@ -14,6 +14,7 @@ from freewheel.data.batches import Key
 from freewheel.errors import ConfigError, at_least
 
 KINDS = ("in order", "shuffled", "by a sampler", "shuffled by blocks")
+MOST_DRAWS = 10**8  # of a sampler in a pass: a worker keeps them in some 4 GB
 LOOKS = 64  # samples in a fingerprint, spread evenly: reading all could take as long as training
 
 
@@ -74,6 +75,11 @@ class Sampled:
                 f"the {name}, a {type(sampler).__name__}, has no length, so nobody could say when a pass is "
                 "over. Give it __len__."
             ) from None
+        if self.length > MOST_DRAWS:
+            raise ConfigError(
+                f"the {name} draws {self.length:,} times a pass, whose order is kept in memory: at most "
+                f"{MOST_DRAWS:,}. Give it fewer draws, and the loader more epochs."
+            )
 
     def draw(self, epoch: int) -> Sequence[Any]:
         """Draw with every generator seeded; the script's own random numbers stay as they are."""

@@ -97,6 +97,11 @@ class Checkpoints:
         vectors: dict[str, Tensor] = state["strategy"]
         return vectors
 
+    @property
+    def written(self) -> bool:
+        """Whether the script has asked for checkpoints."""
+        return self._writer is not None
+
     def arrange(self, path: Path, every: int | None, keep: int, extra: Mapping[str, Any] | None) -> None:
         """Take a checkpoint every so many steps; None: one, now."""
         at_least("checkpoint: every", every, 1)

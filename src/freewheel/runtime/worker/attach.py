@@ -6,7 +6,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -70,8 +70,10 @@ class Life:
         self._store: Rendezvous | None = None
         self._inside = self._settled = False
         self._agents: Agent | None = None
-        watched = place is None and self.world_size > 1
-        self._outside = checks.warn_outside(self._optimizer, self.rank if watched else None)
+        self._watched = place is None and self.world_size > 1
+        self._outside = checks.warn_outside(self._optimizer, self.rank if self._watched else None)
+        self._asked: Callable[[], None] = lambda: None  # the script has asked for the answer after the block
+        self._looked = False  # whether it has before
 
     @property
     def _agent(self) -> Agent:
@@ -244,6 +246,9 @@ class Life:
                 f"worker {self.rank} ended with weights that are not finite. Lower the learning rate."
             )
         self._answer = answer
+        own = torch.equal(answer[0].to(self._replica.device), self._replica.weights)
+        if self._watched and self.rank == said[0] and not (own or self._looked or self._checkpoints.written):
+            self._asked = checks.watch_answer()
 
     def _say_leaving(self) -> None:
         self._agent.leaving = True
@@ -466,7 +471,8 @@ class Worker(Life):
         inside, left = self._inside, self._leaving.asked
         if inside:
             error = Left() if left else why
-            self.__exit__(type(error), error, None)
+            with contextlib.suppress(Left):
+                self.__exit__(type(error), error, None)
         return inside and not left
 
     def consensus(self) -> nn.Module:
@@ -477,6 +483,8 @@ class Worker(Life):
         too; others are worker 0's.
         """
         agent, answer = self._agent, self._answer
+        self._asked()
+        self._looked = True
         self._replica.end_moving()  # a step may have raised
         if answer is None:
             self._inventory.check()

@@ -6,6 +6,7 @@ anything. A script that ends without the run's answer is told so, and its exit c
 
 import atexit
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -32,6 +33,7 @@ SPREAD = ("DistributedDataParallel", "FullyShardedDataParallel")  # they average
 attached = weakref.WeakSet[nn.Module]()  # the models of this process that are in a with-block
 watchers: list[Callable[[Optimizer], None]] = []  # see every optimizer that steps in this process
 begun = False  # whether any worker of this process has begun
+quiet = False  # whether a trainer saves the model, so that state_dict in its loop is no mistake
 _guarded = weakref.WeakSet[nn.Module]()
 
 
@@ -182,31 +184,63 @@ def _see(optimizer: Optimizer, *_: Any) -> None:
 register_optimizer_step_pre_hook(_see)  # for good: other threads may be in the midst of the hooks
 
 
-def guard(model: nn.Module, undo: contextlib.ExitStack) -> None:
-    """Refuse load_state_dict on a model that is attached, until `undo`."""
+def guard(model: nn.Module, alike: bool, undo: contextlib.ExitStack) -> None:
+    """Until `undo` refuse load_state_dict on a model, and warn of state_dict unless replicas are `alike`."""
     modules = [one for one in model.modules() if any(w.requires_grad for w in one.parameters(recurse=False))]
     _guarded.update(modules)
     undo.callback(_guarded.difference_update, modules)
     for one in modules:
         undo.callback(one.register_load_state_dict_pre_hook(refuse).remove)  # type: ignore[no-untyped-call]
+        if not alike:
+            undo.callback(one.register_state_dict_pre_hook(warn_own).remove)  # type: ignore[no-untyped-call]
 
 
 def without_guard(model: nn.Module) -> nn.Module:
     """A copy of a guarded model without the hooks, which would go into its pickle."""
     for one in model.modules():
-        hooks = one._load_state_dict_pre_hooks
-        for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is refuse]:
-            del hooks[key]
+        for hooks in (one._load_state_dict_pre_hooks, one._state_dict_pre_hooks):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in HOOKED]:
+                del hooks[key]
     return model
 
 
 def refuse(module: nn.Module, *_: Any) -> None:
-    """The hook. Copies of the model have it, too, and are not guarded."""
+    """A hook. Copies of the model have it, too, and are not guarded."""
     if module in _guarded:
         raise ConfigError(
             "load_state_dict in the with-block would overwrite weights that other workers average with. "
             "Load them before attach, or into a copy of the model."
         )
+
+
+def warn_own(module: nn.Module, *_: Any) -> None:
+    """A hook, too. Warns once in a process."""
+    global quiet
+    if module in _guarded and not quiet:
+        quiet = True
+        log.warning(
+            "state_dict in the with-block is of this worker's own weights. The model of all workers is "
+            "worker.consensus(): save and evaluate that"
+        )
+
+
+HOOKED = (refuse, warn_own)
+
+
+def watch_answer() -> Callable[[], None]:
+    """Warn when the script ends, unless what is returned was called: it has asked for the answer."""
+    process = os.getpid()
+
+    def end() -> None:
+        if os.getpid() == process and getattr(sys, "last_value", None) is None:
+            with contextlib.suppress(OSError, AttributeError):
+                sys.stderr.write(
+                    "freewheel: the script never asked for worker.consensus(): what it has saved or measured "
+                    "is of one worker's own weights\n"
+                )
+
+    atexit.register(end)
+    return functools.partial(atexit.unregister, end)
 
 
 def warn_outside(optimizer: Optimizer, rank: int | None) -> Callable[[], None]:

@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from freewheel.errors import ConfigError
 from freewheel.runtime.loading.loader import END, SHOWN, Loader
 from freewheel.runtime.membership.place import Place, local_rank
+from freewheel.runtime.worker import checks
 from freewheel.runtime.worker.attach import Worker
 from freewheel.strategy import Strategy
 
@@ -28,6 +29,7 @@ class Guest:
     """A worker in another library's loop, and how much of that loop's budget all workers have used."""
 
     def __init__(self, worker: Worker) -> None:
+        checks.quiet = True  # what its trainer saves is seen to
         self.worker, self.inside = worker.start(), True
         self.passes: Passes | None = None
         self._per_step, self._base, self._first = 1, 0, worker._agent.counters.steps

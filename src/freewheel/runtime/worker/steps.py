@@ -62,7 +62,7 @@ class Steps:
         self._harmless = weakref.WeakSet[torch.optim.Optimizer]()  # they train another model
         # When computing began, and the total wait for data and checkpoints by then:
         self._began_s, self._blocked_s = time.perf_counter(), 0.0
-        self._computed_s = 0.0
+        self._computed_s, self._corrected = 0.0, self._corrections()
         self._quasi_global = QuasiGlobal(self._optimizer) if strategy.quasi_global else None
         self._undo = contextlib.ExitStack()
         for one in self._members:
@@ -72,7 +72,14 @@ class Steps:
         self._undo.callback(checks.watchers.remove, self.refuse)
         self._several = store is not None
         if self._several:
-            checks.guard(agent.inventory.model, self._undo)
+            alike = self._before is not None and strategy.waits_for == "all"
+            checks.guard(agent.inventory.model, alike, self._undo)
+            if self._before is None and any(isinstance(one, torch.optim.LBFGS) for one in self._members):
+                log.warning(
+                    "LBFGS goes far in one step, and %s averages weights in which workers then differ. Take "
+                    "allreduce, which averages its gradients",
+                    strategy.name,
+                )
         self._compares = None if agent.late or self._began_at else store  # until there are gradients
 
     def end(self, within_s: float) -> bool:
@@ -121,6 +128,10 @@ class Steps:
                 )
         self._harmless.add(optimizer)
 
+    def _corrections(self) -> int:
+        """A number that changes when weights are corrected, and not by an optimizer's step."""
+        return sum(block.weights._version for block in self._replica.blocks)
+
     def _restore_rates(self) -> None:
         for group, rate in self._rates:
             group["lr"] = rate
@@ -152,6 +163,10 @@ class Steps:
             if self._gradients.get(id(optimizer), (-1,))[0] != held:
                 self._gradients[id(optimizer)] = held, Gradients(replica, parameters(optimizer))
             replica.gradients = self._gradients[id(optimizer)][1]
+        if self._before is None and isinstance(optimizer, torch.optim.LBFGS):
+            before, self._corrected = self._corrected, self._corrections()
+            if before != self._corrected:  # what it knows of the curvature is of weights that only it moved
+                optimizer.state.clear()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._compare_first(optimizer)
@@ -318,7 +333,7 @@ def compare(rendezvous: Rendezvous, mine: int) -> None:
         other = rendezvous.first(f"gradients/{name}", rank)
         if other != rank and rendezvous.first("alike", rank) == rank:
             log.warning(
-                "workers %d and %d began with the same gradients, to the bit: they train on the same samples "
-                "in the same order. Let worker.loader share them out, or share them by worker.rank",
+                "workers %d and %d began with the same gradients, to the bit: they train on the same samples."
+                " Let worker.loader share them out; where a dataset draws them, seed it by worker.rank",
                 *sorted(map(int, (other, rank))),
             )
