@@ -69,6 +69,7 @@ class Training:
 
     @cached_property
     def rates(self) -> Schedule:
+        """The schedule of learning rates."""
         from freewheel.schedule import Schedule
 
         return Schedule(self.steps, self.schedule, self.warmup)

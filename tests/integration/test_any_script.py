@@ -303,19 +303,22 @@ def closing(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, seen:
 
 
 def test_lbfgs_forgets_its_curvature_where_its_weights_were_corrected():
-    model = net()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-    with make(ALONE, model, optimizer) as worker:
+    def work(place):
+        model = net()
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
 
         def iterations() -> int:
             optimizer.step(closing(model, optimizer, 0))
             (state,) = optimizer.state.values()
             return state["n_iter"]
 
-        first, second = iterations(), iterations()
-        worker._replica.correct(torch.zeros(worker._replica.size))
-        assert first < second < iterations()  # what is pending is added behind the step
-        assert iterations() <= 3
+        with make(place, model, optimizer, "none") as worker:
+            first, second = iterations(), iterations()
+            worker._replica.correct(torch.zeros(worker._replica.size))
+            assert first < second < iterations()  # what is pending is added behind the step
+            assert iterations() <= 3
+
+    together(2, work)
 
 
 @pytest.mark.parametrize(("strategy", "told"), [("allreduce", 0), ("adpsgd", 2)])

@@ -14,7 +14,7 @@ import forked
 import freewheel as fw
 from crew import outcomes, together, worker
 from freewheel.runtime.checkpoint.resume import export
-from freewheel.runtime.worker import answers
+from freewheel.runtime.worker import answers, checks
 
 pytestmark = pytest.mark.integration
 
@@ -304,29 +304,45 @@ def test_a_script_that_forgets_finish_is_told_so_and_exits_with_an_error(how, co
     assert ("Traceback" in done.stderr) == (how == "raise")
 
 
-ASKS = """
+@pytest.mark.parametrize(("asks", "told"), [("never", 1), ("inside", 0), ("behind", 0), ("checkpoint", 0)])
+def test_a_script_that_never_asks_for_the_answer_is_told_so(asks, told, tmp_path, monkeypatch):
+    due = set[str]()
+
+    def watch_answer():
+        due.add("told")
+        return due.clear
+
+    def work(place):
+        net = Net()
+        net.mask.zero_()
+        made, optimizer = worker(place, net, "none")
+        made._watched = True  # as where the environment says who it is
+        with made:
+            step(net, optimizer, place.rank)
+            if asks == "inside":
+                made.consensus()
+            if asks == "checkpoint":
+                made.checkpoint(tmp_path / "saved")
+        if asks == "behind":
+            made.consensus()
+
+    monkeypatch.setattr(checks, "watch_answer", watch_answer)
+    together(2, work)
+    assert len(due) == told
+
+
+UNASKED = """
 import sys
-import torch
-import freewheel as fw
-torch.manual_seed(0)
-net = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-with fw.attach(net, optimizer, "none") as worker:
-    net(torch.randn(4, 2) + worker.rank).sum().backward()
-    optimizer.step()
-    if sys.argv[1] == "inside":
-        worker.consensus()
-    if sys.argv[1] == "checkpoint":
-        worker.checkpoint("saved")
-if sys.argv[1] == "behind":
-    worker.consensus()
+from freewheel.runtime.worker import checks
+asked = checks.watch_answer()
+if sys.argv[1:]:
+    asked()
 """
 
 
-@pytest.mark.parametrize("asks", ["never", "inside", "behind", "checkpoint"])
-def test_a_script_that_never_asks_for_the_answer_is_told_so(asks, tmp_path):
-    (tmp_path / "asks.py").write_text(ASKS)
-    done = forked.run(*forked.FREEWHEEL, "run", "-n", "2", "asks.py", asks, cwd=tmp_path, timeout=60)
-    assert done.returncode == 0, done.stderr
-    said = done.stderr.count("[0] freewheel: the script never asked for worker.consensus()")
-    assert said == done.stderr.count("never asked") == (asks == "never")
+@pytest.mark.parametrize("asks", [False, True])
+def test_what_is_told_at_the_end_of_a_script(asks, tmp_path):
+    (tmp_path / "unasked.py").write_text(UNASKED)
+    done = forked.run("unasked.py", *["asks"] * asks, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0
+    assert done.stderr.count("freewheel: the script never asked for worker.consensus()") == (not asks)

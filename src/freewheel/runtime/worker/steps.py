@@ -163,7 +163,7 @@ class Steps:
             if self._gradients.get(id(optimizer), (-1,))[0] != held:
                 self._gradients[id(optimizer)] = held, Gradients(replica, parameters(optimizer))
             replica.gradients = self._gradients[id(optimizer)][1]
-        if self._before is None and isinstance(optimizer, torch.optim.LBFGS):
+        if self._several and self._before is None and isinstance(optimizer, torch.optim.LBFGS):
             before, self._corrected = self._corrected, self._corrections()
             if before != self._corrected:  # what it knows of the curvature is of weights that only it moved
                 optimizer.state.clear()
