@@ -184,6 +184,7 @@ def _communication(
         options = {"wire": asked["wire"], "bind": asked["address"]}
         with fw.attach(model, optimizer, asked["contestant"], **options) as worker:
             yield model, worker.metrics
+        worker.consensus()  # else it is said that nobody has asked for it
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ def main() -> None:
             if broadcasts:
                 merged = metrics["bytes_in"] // (asked["model_mb"] * 1e6)
             parent.say(step=time.monotonic(), merged=merged, members=len(metrics["members"]))
+    worker.consensus()  # else it is said that nobody has asked for it
 
 
 if __name__ == "__main__":

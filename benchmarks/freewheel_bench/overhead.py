@@ -137,11 +137,12 @@ def main() -> None:
 
     loops = {who: Loop(asked["device"]) for who in LOOPS}
     attached = loops[ATTACHED]
-    with fw.attach(attached.model, attached.optimizer, NEVER):
+    with fw.attach(attached.model, attached.optimizer, NEVER) as worker:
         if os.environ["RANK"] != "0":
             parent.say(result=None)
         else:
             parent.say(result=_measure(loops, asked["slices"], lambda share: parent.say(progress=share)))
+    worker.consensus()  # else it is said that nobody has asked for it
 
 
 def _measure(loops: dict[str, Loop], slices: int, show: Callable[[float], None]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class NodeDriver(Node):
         self._recent_s.append(seconds)
 
     def rated(self, lr: Any, initial_lr: float = 0.0) -> None:
-        """Note the rate of the last step; `initial_lr`: what an earlier life may have begun with."""
+        """Note the rate of the last step; `initial_lr`: the one a schedule began with, in any life."""
         if isinstance(lr, int | float):  # a tensor's would wait for its device
             self._highest_lr = max(self._highest_lr, lr, initial_lr)
             if lr != self._last_lr:  # a growing rate counts as whole
@@ -112,13 +112,17 @@ class NodeDriver(Node):
         return None if self.views.source < 0 else self.views.source
 
     def leave(self, together: bool = False) -> None:
-        """Take part in no further view; those who began `together` must end so, unless somebody joins."""
+        """Take part in no further view; `together`: in the first one stay until somebody joins.
+
+        Those who began together must end together.
+        """
 
         async def leave() -> None:
             waits = together and not self.view.number
             while waits and not self.views.joined:
                 await self.view_change()
-            self.views.leave(self._merges.called)
+            here = self._merges.line == self.views.record.line
+            self.views.leave(self._merges.called if here else {})
 
         if self.views.begun:
             self._spawn(leave())  # after a merge that the last step has begun

@@ -47,7 +47,7 @@ class Machines(Protocol):
     def grad_s(self) -> float: ...
 
     @property
-    def model_s(self) -> float: ...  # of a link
+    def model_s(self) -> float: ...  # one model over a link
 
     @property
     def merge_s(self) -> float: ...  # of a ring of all workers
@@ -94,6 +94,11 @@ class Strategy:
     def __init_subclass__(cls) -> None:
         has = next(vars(one) for one in cls.__mro__ if {"stops", "after_step"} & vars(one).keys())
         cls.always_stops = "stops" not in has
+
+    @property
+    def keeps_alike(self) -> bool:
+        """Whether all replicas are equal after each step: their gradients are averaged before it."""
+        return self.waits_for == "all" and self.defines("before_step")
 
     def rate_share(self, workers: int) -> float:
         """The part of the learning rate each of so many workers steps with.

@@ -753,7 +753,7 @@ def test_who_saves_its_own_weights_in_the_block_is_told_so_once(strategy, told, 
             model.state_dict()
         assert b"freewheel" not in pickle.dumps(model)
 
-    monkeypatch.setattr(checks, "quiet", False)
+    monkeypatch.setattr(checks, "warned_own", False)
     together(2, work)
     assert caplog.text.count("state_dict in the with-block is of this worker's own weights") == told
 

@@ -234,7 +234,8 @@ def test_a_run_of_another_version_says_so_in_the_list_and_when_it_is_picked(serv
     ("query", "says"),
     [
         ("?runs=7", "there is no run 7"),
-        ("?runs=-1", "there is no run"),
+        ("?runs=-1", "there is no run -1"),
+        ("?runs=-1,0", "there is no run -1"),
         ("?runs=../a", "must be numbers"),
         ("?runs=a", "must be numbers"),
         ("?since=x", "must be numbers"),

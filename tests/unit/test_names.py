@@ -54,3 +54,8 @@ def test_booleans(text, value):
 def test_ddp_is_told_from_a_strategy_whose_name_is_like_it():
     with pytest.raises(fw.ConfigError, match="Elsewhere take allreduce"):
         strategies.resolve("ddp")
+
+
+def test_a_setting_of_a_task_that_cannot_be_is_refused():
+    with pytest.raises(fw.ConfigError, match=r"quadratic: clip must be above 0, not nan"):
+        tasks.resolve("quadratic:clip=nan")

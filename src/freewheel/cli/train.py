@@ -56,8 +56,8 @@ class Outputs:
     ) -> None:
         """Print and write what came of runs, with each its records; raise what stopped some of them."""
         if results := [one for one, _ in outcomes if isinstance(one, Result)]:
-            console, ranks = output(), ranked(results)
-            for table in wide_tables(ranks) if self.wide else [brief_table(ranks)]:
+            console, shown = output(), ranked(results)
+            for table in wide_tables(shown) if self.wide else [brief_table(shown)]:
                 console.print(table)
             for note in (*notes, *([] if folder is None else [f"Records: {folder.resolve()}"])):
                 console.print(note, soft_wrap=True)

@@ -42,9 +42,8 @@ class DatasetLedger:
         self.by = by  # the lowest rank that has named these data
         self.in_use = False  # whether this worker uses them, or has only heard of them
         self.finished = 0  # samples that this worker has finished, or left out, and entered into the ledger
-        self.own: dict[
-            int, Spans
-        ] = {}  # finished by itself in each pass, in earlier runs too: for checkpoints
+        # Finished by itself in each pass, in earlier runs too: for checkpoints.
+        self.own: dict[int, Spans] = {}
         self.orders: dict[int, tuple[int, int]] = {}  # checksums of passes' orders, and whose they are
         self.heard: dict[int, int] = {}  # who has told all it knows, and in which epoch of its connection
         self.mute: set[int] = set()  # who was asked for it and did not answer in time

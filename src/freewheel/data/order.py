@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from freewheel.data.batches import Key
 from freewheel.errors import ConfigError, at_least
 
 KINDS = ("in order", "shuffled", "by a sampler", "shuffled by blocks")
-MOST_DRAWS = 10**8  # of a sampler in a pass: a worker keeps them in some 4 GB
+MOST_DRAWS = 3 * 10**7  # of a sampler in a pass: a worker keeps up to three passes, each in some 1 GB
 LOOKS = 64  # samples in a fingerprint, spread evenly: reading all could take as long as training
 
 
@@ -75,6 +76,8 @@ class Sampled:
                 f"the {name}, a {type(sampler).__name__}, has no length, so nobody could say when a pass is "
                 "over. Give it __len__."
             ) from None
+        except OverflowError:
+            self.length = sys.maxsize
         if self.length > MOST_DRAWS:
             raise ConfigError(
                 f"the {name} draws {self.length:,} times a pass, whose order is kept in memory: at most "

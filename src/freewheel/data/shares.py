@@ -20,10 +20,7 @@ ASKERS = 16  # how many workers may ask in that time; with more, leases last lon
 BRIEF_S = 0.02  # work for this time is not split into several leases
 FASTEST = 200.0  # steps a second; faster counts as this, since asking takes longer than such a step
 SOON_S = 0.05  # a share is kept for a worker that is due to ask within this time
-LATE_S, FIRST_S = (
-    0.25,
-    1.0,
-)  # how overdue it may be (FIRST_S: of unknown rate) before its share goes to others
+LATE_S, FIRST_S = 0.25, 1.0  # how overdue it may be (FIRST_S: of unknown rate), else others get its share
 
 
 @dataclass(slots=True)

@@ -358,7 +358,7 @@ class Merges:
     take: Callable[[Message], Awaitable[None]]
     count: Callable[[str, Sequence[int]], None]
     called: dict[int, int] = field(default_factory=dict)  # of each group the last merge begun in this view
-    _line: int = 0
+    line: int = 0  # of which view that is
 
     async def merge(
         self, act: Callable[[Merge], Awaitable[T]], group: Callable[[View], Group] | None = None
@@ -381,8 +381,8 @@ class Merges:
         number = views.record.counted.get(whose[0], 0) + 1
         tag: Tag = ("merge", views.record.line, whose[0], number)
         merge = Merge(views.fabric, views.view, whose, number, tag)
-        if self._line != views.record.line:
-            self._line, self.called = views.record.line, {}
+        if self.line != views.record.line:
+            self.line, self.called = views.record.line, {}
         self.called[merge.group] = number
         views.under_way = (merge.group, number, merge.members)
         over = views.over

@@ -14,7 +14,7 @@ from freewheel.show.shown import Shown
 
 BASELINES = ("ddp", "allreduce")  # others are compared with the first of these that is there
 SHORT_OF = 0.005  # the default target is so much below the baseline's last accuracy
-ALIKE = 1.05  # a run that goes on for this much longer has had the same budget: it finished a step
+ALIKE = 1.05  # a run that goes on for at most this much longer has had the same budget: it finished a step
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Versus:
     """A run beside the others; None: not measured, or never reached."""
 
     of: str  # what was measured: accuracy, or loss where there is none
-    steps: float  # of the run with the fewest
+    steps: float  # of the run with the fewest: with batches of one size, equal samples
     s: float  # when the first run ended
     target: float | None
     over: str | None  # the baseline

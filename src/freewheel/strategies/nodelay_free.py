@@ -32,7 +32,8 @@ class FreeNoDelay(Strategy):
 
     Settings: every (updates that call for a merge), tau (a worker that many gradients ahead of its last
     merge waits for the next; None: never), patience (the longest wait for a merge at a boundary, in steps;
-    0: none; None: 2 for more than 4 workers with momentum, else 0; over below half of the highest rate).
+    0: none; None: 2 for more than 4 workers with momentum, else 0; over when the learning rate is below half
+    of its highest).
     Late, lost and doubled messages: a merge in which a worker is lost is dropped on all sides and done again
     by the others; of two members that cannot reach each other one is left out. If the leader is lost while
     it says "commit", some may have heard it (counted as half); the next merge evens it out. A worker at τ

@@ -100,7 +100,7 @@ class SASGD(Strategy):
 
     @classmethod
     def suited(cls, machines: Machines) -> dict[str, int]:
-        """The shortest power of two, from 2 on, at which a merge costs a tenth of the steps it follows."""
+        """The shortest power of two, from 2 on, at which a merge costs at most a tenth of its steps."""
         wanted = machines.merge_s / (0.1 * machines.grad_s)
         return {"interval": int(min(LONGEST, max(2, 2 ** math.ceil(math.log2(max(1.0, wanted))))))}
 

@@ -98,8 +98,8 @@ class Checkpoints:
         return vectors
 
     @property
-    def written(self) -> bool:
-        """Whether the script has asked for checkpoints."""
+    def arranged(self) -> bool:
+        """Whether this worker writes checkpoints."""
         return self._writer is not None
 
     def arrange(self, path: Path, every: int | None, keep: int, extra: Mapping[str, Any] | None) -> None:

@@ -90,9 +90,7 @@ class Process:
         self._process = None
         try:
             for pipe in self._pipes:
-                for _ in range(
-                    32
-                ):  # more than a pipe holds: another process may have it open and write for ever
+                for _ in range(32):  # more than a pipe holds; another process may write into it for ever
                     if not pipe.read():
                         break
                 pipe.finish()

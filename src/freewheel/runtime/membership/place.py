@@ -16,10 +16,7 @@ from freewheel.runtime.membership.entries import Store
 # Set by our launcher for its workers: its store's address (with another store they are not its own), keys.
 LAUNCHED, KEYS = "FREEWHEEL_LAUNCHED", "FREEWHEEL_TLS"
 STORE = "FREEWHEEL_STORE"  # HOST:PORT of a store that `freewheel store` holds, not a launcher or worker 0
-RUN, BIND = (
-    "FREEWHEEL_RUN",
-    "FREEWHEEL_BIND",
-)  # which of a store's runs; the address to listen on (attach's `bind`)
+RUN, BIND = "FREEWHEEL_RUN", "FREEWHEEL_BIND"  # which of a store's runs; attach's `bind`
 # RANK and WORLD_SIZE of Slurm and of an Indexed Job of Kubernetes.
 SCHEDULERS = (("SLURM_PROCID", "SLURM_NTASKS"), ("JOB_COMPLETION_INDEX", "WORLD_SIZE"))
 HIDES = "FREEWHEEL_HIDE_RANKS"  # set where another library would start processes of its own if it saw ranks
@@ -45,9 +42,7 @@ class Place:
     hosted: bool = False  # whether a launcher holds the store
     attempt: str = "0"  # of torchrun, which restarts all workers after a failure; or the name of the run
     launched: bool = False  # by our launcher: the store has the run's options before it has workers
-    secret: bytes = field(
-        default=b"", repr=False
-    )  # the run's (fabric/secret.py); empty: everybody is believed
+    secret: bytes = field(default=b"", repr=False)  # the run's; empty: everybody is believed
     # Keys, the address to listen on and the records' folder, if whoever started this worker knows them.
     tls: str | None = None
     bind: str | None = None

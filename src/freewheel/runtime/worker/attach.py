@@ -73,7 +73,7 @@ class Life:
         self._watched = place is None and self.world_size > 1
         self._outside = checks.warn_outside(self._optimizer, self.rank if self._watched else None)
         self._asked: Callable[[], None] = lambda: None  # the script has asked for the answer after the block
-        self._looked = False  # whether it has before
+        self._looked = False  # whether it has asked at all, or for a mean of its own
 
     @property
     def _agent(self) -> Agent:
@@ -246,8 +246,8 @@ class Life:
                 f"worker {self.rank} ended with weights that are not finite. Lower the learning rate."
             )
         self._answer = answer
-        own = torch.equal(answer[0].to(self._replica.device), self._replica.weights)
-        if self._watched and self.rank == said[0] and not (own or self._looked or self._checkpoints.written):
+        told = self._looked or self._checkpoints.arranged or self._strategy.keeps_alike
+        if self._watched and self.rank == said[0] and not told:
             self._asked = checks.watch_answer()
 
     def _say_leaving(self) -> None:
@@ -446,6 +446,7 @@ class Worker(Life):
         """
         vector = flat(value)
         self._only_inside("mean")
+        self._looked |= wait
         if not (name or wait):
             name = unnamed(value, sys._getframe(1))
         self._replica.end_moving()  # a step may have raised

@@ -1,7 +1,8 @@
 """Mistakes of scripts that would otherwise be noticed late, or never, are refused where they are made.
 
 First those with a model and its optimizers. Then `load_state_dict` into an attached model, before it changes
-anything. A script that ends without the run's answer is told so, and its exit code is not 0.
+anything. Who saves an attached model, or never asks for the answer, is warned: these are one worker's own
+weights. A flat script that ends without `finish` has no answer, and its exit code is not 0.
 """
 
 import atexit
@@ -33,8 +34,9 @@ SPREAD = ("DistributedDataParallel", "FullyShardedDataParallel")  # they average
 attached = weakref.WeakSet[nn.Module]()  # the models of this process that are in a with-block
 watchers: list[Callable[[Optimizer], None]] = []  # see every optimizer that steps in this process
 begun = False  # whether any worker of this process has begun
-quiet = False  # whether a trainer saves the model, so that state_dict in its loop is no mistake
-_guarded = weakref.WeakSet[nn.Module]()
+warned_own = False  # whether a script of this process has been warned of its own weights
+_guarded, _trusted = weakref.WeakSet[nn.Module](), weakref.WeakSet[nn.Module]()
+_unasked = set[object]()  # blocks that have ended, whose answer nobody has asked for
 
 
 def check(model: Any, given: Any, strategy: Strategy, wire: str) -> Optimizer:
@@ -188,6 +190,7 @@ def guard(model: nn.Module, alike: bool, undo: contextlib.ExitStack) -> None:
     """Until `undo` refuse load_state_dict on a model, and warn of state_dict unless replicas are `alike`."""
     modules = [one for one in model.modules() if any(w.requires_grad for w in one.parameters(recurse=False))]
     _guarded.update(modules)
+    alike = alike or model in _trusted
     undo.callback(_guarded.difference_update, modules)
     for one in modules:
         undo.callback(one.register_load_state_dict_pre_hook(refuse).remove)  # type: ignore[no-untyped-call]
@@ -215,13 +218,18 @@ def refuse(module: nn.Module, *_: Any) -> None:
 
 def warn_own(module: nn.Module, *_: Any) -> None:
     """A hook, too. Warns once in a process."""
-    global quiet
-    if module in _guarded and not quiet:
-        quiet = True
+    global warned_own
+    if module in _guarded and not warned_own:
+        warned_own = True
         log.warning(
-            "state_dict in the with-block is of this worker's own weights. The model of all workers is "
-            "worker.consensus(): save and evaluate that"
+            "state_dict in the with-block is of this worker's own weights. To save or evaluate the model of "
+            "all workers take worker.consensus()"
         )
+
+
+def trust(model: nn.Module) -> None:
+    """Let state_dict of this model be no mistake: a trainer calls it."""
+    _trusted.add(getattr(model, "_orig_mod", model))
 
 
 HOOKED = (refuse, warn_own)
@@ -229,18 +237,21 @@ HOOKED = (refuse, warn_own)
 
 def watch_answer() -> Callable[[], None]:
     """Warn when the script ends, unless what is returned was called: it has asked for the answer."""
-    process = os.getpid()
+    if not _unasked:
+        atexit.register(_say_unasked, os.getpid())
+    mark = object()
+    _unasked.add(mark)
+    return functools.partial(_unasked.discard, mark)
 
-    def end() -> None:
-        if os.getpid() == process and getattr(sys, "last_value", None) is None:
-            with contextlib.suppress(OSError, AttributeError):
-                sys.stderr.write(
-                    "freewheel: the script never asked for worker.consensus(): what it has saved or measured "
-                    "is of one worker's own weights\n"
-                )
 
-    atexit.register(end)
-    return functools.partial(atexit.unregister, end)
+def _say_unasked(process: int) -> None:
+    if _unasked and os.getpid() == process and getattr(sys, "last_value", None) is None:
+        _unasked.clear()
+        with contextlib.suppress(OSError, AttributeError):
+            sys.stderr.write(
+                "freewheel: the script never asked for worker.consensus(): if it has saved or measured the "
+                "model, that was one worker's own\n"
+            )
 
 
 def warn_outside(optimizer: Optimizer, rank: int | None) -> Callable[[], None]:

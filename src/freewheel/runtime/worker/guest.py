@@ -29,7 +29,7 @@ class Guest:
     """A worker in another library's loop, and how much of that loop's budget all workers have used."""
 
     def __init__(self, worker: Worker) -> None:
-        checks.quiet = True  # what its trainer saves is seen to
+        checks.trust(worker._model)  # its trainer saves what it is given
         self.worker, self.inside = worker.start(), True
         self.passes: Passes | None = None
         self._per_step, self._base, self._first = 1, 0, worker._agent.counters.steps

@@ -199,7 +199,7 @@ class Recorder:
                 self.write_rest()
 
     def close(self, well: bool) -> None:
-        """Write the last sample; `well`: the run has ended without a failure."""
+        """Write the last sample; `well`: this worker has ended without a failure."""
         self._well = well
         self._ended.set()
         if self._thread.is_alive():

@@ -72,8 +72,7 @@ class Steps:
         self._undo.callback(checks.watchers.remove, self.refuse)
         self._several = store is not None
         if self._several:
-            alike = self._before is not None and strategy.waits_for == "all"
-            checks.guard(agent.inventory.model, alike, self._undo)
+            checks.guard(agent.inventory.model, strategy.keeps_alike, self._undo)
             if self._before is None and any(isinstance(one, torch.optim.LBFGS) for one in self._members):
                 log.warning(
                     "LBFGS goes far in one step, and %s averages weights in which workers then differ. Take "
@@ -163,10 +162,11 @@ class Steps:
             if self._gradients.get(id(optimizer), (-1,))[0] != held:
                 self._gradients[id(optimizer)] = held, Gradients(replica, parameters(optimizer))
             replica.gradients = self._gradients[id(optimizer)][1]
-        if self._several and self._before is None and isinstance(optimizer, torch.optim.LBFGS):
-            before, self._corrected = self._corrected, self._corrections()
-            if before != self._corrected:  # what it knows of the curvature is of weights that only it moved
-                optimizer.state.clear()
+        if self._several and self._before is None and self._corrected != (now := self._corrections()):
+            self._corrected = now
+            for one in self._members:
+                if isinstance(one, torch.optim.LBFGS):  # its curvature is of weights that only it moved
+                    one.state.clear()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._compare_first(optimizer)

@@ -92,7 +92,7 @@ class Board:
                 entry.poll()
             document = self._document(entries)
         digest = hashlib.sha256(json.dumps(document).encode()).digest()
-        version = int.from_bytes(digest[:6], "big")  # JavaScript's numbers hold no more
+        version = int.from_bytes(digest[:6], "big")  # whole bytes that a JavaScript number holds
         return {"version": version, "document": None if since == version else document}
 
     def _enter(self, folders: Sequence[Path]) -> None:
