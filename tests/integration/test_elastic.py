@@ -133,11 +133,10 @@ def test_the_last_checkpoint_of_one_that_came_back_and_made_no_step_is_of_its_ne
         torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("strategy", ["adpsgd", "sasgd:interval=2", "nodelay", "dpsgd"])
-def test_who_comes_back_when_the_loops_of_all_others_have_ended_copies_one_of_them(
-    strategy, monkeypatch, caplog
-):
-    gone, ended, back = threading.Event(), threading.Event(), threading.Event()
+@pytest.fixture
+def held_end(monkeypatch) -> tuple[threading.Event, threading.Event]:
+    """Tells that a loop has ended; the run ends only once the second event is set."""
+    ended, back = threading.Event(), threading.Event()
     all_there = Ending._all_there
 
     def waits(ending: Ending) -> bool:
@@ -145,6 +144,15 @@ def test_who_comes_back_when_the_loops_of_all_others_have_ended_copies_one_of_th
         return back.is_set() and all_there(ending)
 
     monkeypatch.setattr(Ending, "_all_there", waits)
+    return ended, back
+
+
+@pytest.mark.parametrize("strategy", ["adpsgd", "sasgd:interval=2", "nodelay", "dpsgd"])
+def test_who_comes_back_when_the_loops_of_all_others_have_ended_copies_one_of_them(
+    strategy, held_end, caplog
+):
+    ended, back = held_end
+    gone = threading.Event()
 
     def work(place: Place) -> list[torch.Tensor]:
         model, worker = attach(place, seed=place.rank, strategy=strategy)
@@ -171,16 +179,9 @@ def test_who_comes_back_when_the_loops_of_all_others_have_ended_copies_one_of_th
 
 
 @pytest.mark.parametrize("strategy", ["sasgd:interval=4", "nodelay", "dpsgd"])
-def test_who_is_lost_after_the_loops_of_all_others_have_ended_comes_back(strategy, monkeypatch):
+def test_who_is_lost_after_the_loops_of_all_others_have_ended_comes_back(strategy, held_end):
     """In the view that all began with; no merge of a later one hands out weights any more."""
-    ended, back = threading.Event(), threading.Event()
-    all_there = Ending._all_there
-
-    def waits(ending: Ending) -> bool:
-        ended.set()
-        return back.is_set() and all_there(ending)
-
-    monkeypatch.setattr(Ending, "_all_there", waits)
+    ended, back = held_end
 
     def work(place: Place) -> list[torch.Tensor]:
         model, worker = attach(place, seed=place.rank, strategy=strategy)

@@ -247,11 +247,16 @@ def watch_answer() -> Callable[[], None]:
 def _say_unasked(process: int) -> None:
     if _unasked and os.getpid() == process and getattr(sys, "last_value", None) is None:
         _unasked.clear()
-        with contextlib.suppress(OSError, AttributeError):
-            sys.stderr.write(
-                "freewheel: the script never asked for worker.consensus(): if it has saved or measured the "
-                "model, that was one worker's own\n"
-            )
+        _say(
+            "the script never asked for worker.consensus(): if it has saved or measured the model, that was "
+            "one worker's own"
+        )
+
+
+def _say(text: str) -> None:
+    """On stderr, as far as there is one at a script's end."""
+    with contextlib.suppress(OSError, AttributeError):
+        sys.stderr.write(f"freewheel: {text}\n")
 
 
 def warn_outside(optimizer: Optimizer, rank: int | None) -> Callable[[], None]:
@@ -279,10 +284,7 @@ def watch_end(
         if os.getpid() != process or not leave(RunStopped(why)):
             return
         if getattr(sys, "last_value", None) is None:  # else Python has said why, and exits with 1
-            with contextlib.suppress(OSError, AttributeError):
-                sys.stderr.write(
-                    f"freewheel: {why}: worker {rank} has no consensus; it has saved one worker's weights\n"
-                )
+            _say(f"{why}: worker {rank} has no consensus; it has saved one worker's weights")
             sys.stdout = Refusing(sys.stdout)
 
     atexit.register(end)

@@ -62,7 +62,8 @@ class Steps:
         self._harmless = weakref.WeakSet[torch.optim.Optimizer]()  # they train another model
         # When computing began, and the total wait for data and checkpoints by then:
         self._began_s, self._blocked_s = time.perf_counter(), 0.0
-        self._computed_s, self._corrected = 0.0, self._corrections()
+        self._computed_s = 0.0
+        self._lbfgs, self._corrected = list[torch.optim.Optimizer](), self._corrections()
         self._quasi_global = QuasiGlobal(self._optimizer) if strategy.quasi_global else None
         self._undo = contextlib.ExitStack()
         for one in self._members:
@@ -73,7 +74,9 @@ class Steps:
         self._several = store is not None
         if self._several:
             checks.guard(agent.inventory.model, strategy.keeps_alike, self._undo)
-            if self._before is None and any(isinstance(one, torch.optim.LBFGS) for one in self._members):
+            if self._before is None:
+                self._lbfgs = [one for one in self._members if isinstance(one, torch.optim.LBFGS)]
+            if self._lbfgs:
                 log.warning(
                     "LBFGS goes far in one step, and %s averages weights in which workers then differ. Take "
                     "allreduce, which averages its gradients",
@@ -162,11 +165,10 @@ class Steps:
             if self._gradients.get(id(optimizer), (-1,))[0] != held:
                 self._gradients[id(optimizer)] = held, Gradients(replica, parameters(optimizer))
             replica.gradients = self._gradients[id(optimizer)][1]
-        if self._several and self._before is None and self._corrected != (now := self._corrections()):
+        if self._lbfgs and self._corrected != (now := self._corrections()):
             self._corrected = now
-            for one in self._members:
-                if isinstance(one, torch.optim.LBFGS):  # its curvature is of weights that only it moved
-                    one.state.clear()
+            for one in self._lbfgs:
+                one.state.clear()  # its curvature is of weights that only it moved
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._compare_first(optimizer)
