@@ -121,8 +121,7 @@ class NodeDriver(Node):
             waits = together and not self.view.number
             while waits and not self.views.joined:
                 await self.view_change()
-            here = self._merges.line == self.views.record.line
-            self.views.leave(self._merges.called if here else {})
+            self.views.leave(self._merges.called)
 
         if self.views.begun:
             self._spawn(leave())  # after a merge that the last step has begun

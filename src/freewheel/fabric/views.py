@@ -357,8 +357,13 @@ class Merges:
     give: Callable[[], Awaitable[tuple[Tensor, Note]]]
     take: Callable[[Message], Awaitable[None]]
     count: Callable[[str, Sequence[int]], None]
-    called: dict[int, int] = field(default_factory=dict)  # of each group the last merge begun in this view
-    line: int = 0  # of which view that is
+    _called: dict[int, int] = field(default_factory=dict)  # see `called`, of the view of this line
+    _line: int = 0
+
+    @property
+    def called(self) -> dict[int, int]:
+        """The last merge of each group that was begun in the present view."""
+        return self._called if self._line == self.views.record.line else {}
 
     async def merge(
         self, act: Callable[[Merge], Awaitable[T]], group: Callable[[View], Group] | None = None
@@ -381,9 +386,7 @@ class Merges:
         number = views.record.counted.get(whose[0], 0) + 1
         tag: Tag = ("merge", views.record.line, whose[0], number)
         merge = Merge(views.fabric, views.view, whose, number, tag)
-        if self.line != views.record.line:
-            self.line, self.called = views.record.line, {}
-        self.called[merge.group] = number
+        self._called, self._line = {**self.called, merge.group: number}, views.record.line
         views.under_way = (merge.group, number, merge.members)
         over = views.over
         if not views.intact():
