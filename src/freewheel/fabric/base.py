@@ -243,7 +243,7 @@ class Fabric:
 
     def epoch(self, peer: int) -> int:
         """How often a peer has been lost: what was said in one epoch means nothing in the next."""
-        return self._epochs[peer]
+        return self._epochs.get(peer, 0)
 
     def by_peer(self) -> dict[int, Any]:
         """A new dictionary with peers as keys; a peer that is lost is removed from it."""

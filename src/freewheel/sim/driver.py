@@ -29,19 +29,21 @@ COPY = ("copy",)
 
 @contextlib.contextmanager
 def _alone(seed: int) -> Iterator[None]:
-    """One thread, no search for garbage among the workers, a seed for torch's generator.
+    """One thread, a rare search for garbage, not among the workers, and a seed for torch's generator.
 
     With one thread the result does not depend on how many cores a machine has; models are small anyway.
     """
-    threads = torch.get_num_threads()
+    threads, often = torch.get_num_threads(), gc.get_threshold()
     torch.set_num_threads(1)
     gc.freeze()
+    gc.set_threshold(50_000, *often[1:])  # thousands of workers have that many things under way
     try:
         with torch.random.fork_rng(devices=[]):  # dropout draws from it
             torch.manual_seed(seed)
             yield
     finally:
         gc.unfreeze()
+        gc.set_threshold(*often)
         torch.set_num_threads(threads)
 
 
