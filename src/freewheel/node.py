@@ -90,11 +90,12 @@ class Node:
 
     def peers(self, topology: Topology) -> Iterator[int]:
         """This worker's neighbours within reach, in random order, drawn as they are asked for."""
-        peers = list(topology.neighbours(self.rank, self.steps))
-        while peers:
-            at = self.random.randrange(len(peers))
-            peers[at], peers[-1] = peers[-1], peers[at]
-            if self._fabric.reaches(peer := peers.pop()):
+        peers = topology.neighbours(self.rank, self.steps)
+        there: dict[int, int] = {}  # who has come to another's place; a copy of thousands takes longer
+        for last in range(len(peers) - 1, -1, -1):
+            at = self.random.randrange(last + 1)
+            drawn, there[at] = there.get(at, at), there.get(last, last)
+            if self._fabric.reaches(peer := peers[drawn]):
                 yield peer
 
     def score(self) -> float:
