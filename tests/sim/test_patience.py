@@ -168,3 +168,19 @@ def test_who_comes_late_in_a_schedule_knows_how_high_the_rate_was():
                       faults=[fw.Fault("crash", 2, 0.05), fw.Fault("restart", 2, 0.3)])  # fmt: skip
     simulation.run()
     assert simulation.workers[2].node.rate_left < 0.5
+
+
+@pytest.mark.parametrize(("workers", "to_the_end"), [(4, False), (8, True)])
+def test_few_workers_wait_while_the_rate_is_high_and_many_to_the_end(workers, to_the_end):
+    simulation = make("adpsgd", workers=workers, steps=60, momentum=0.9, schedule="cosine", links=QUICK,
+                      compute=fw.Compute(ms=20))  # fmt: skip
+    left = []
+    for worker in simulation.workers.values():
+
+        def linger(patience, work, node=worker.node, inner=worker.node.linger):
+            left.append(node.rate_left)
+            return inner(patience, work)
+
+        worker.node.linger = linger
+    simulation.run()
+    assert min(left) < 0.1 if to_the_end else min(left) >= 0.5

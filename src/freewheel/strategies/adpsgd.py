@@ -11,7 +11,7 @@ from freewheel.strategy import Machines, Strategy
 from freewheel.topology import Topology
 
 AT_BOUNDARY = 8  # how many neighbours a worker asks while it waits at its boundary
-FEW, MANY = 2, 5  # more than FEW workers wait there; MANY and more meet two neighbours, and wait for longer
+FEW, MANY = 2, 5  # more than FEW workers wait there; MANY and more meet two neighbours, and wait to the end
 
 
 @dataclass
@@ -25,14 +25,14 @@ class ADPSGD(Strategy):
     The two corrections sum to zero: only the optimizers' updates move the mean of all replicas.
 
     A worker takes part in about one exchange a step: it calls a neighbour late in a step in which nobody has
-    called it, so that what it gets is fresh at its boundary. With momentum that is too late while the
-    learning rate is high: it then calls one or two at its boundary and waits for them.
+    called it, so that what it gets is fresh at its boundary. With momentum that is too late: it then calls
+    one or two at its boundary and waits for them, among few workers only while the learning rate is high.
 
     Settings: topology (who may meet whom), tries (neighbours asked before a step passes without an exchange),
     every (steps for each exchange), per_step (exchanges in a step, for fast links), quasi_global (momentum
     follows the way the weights went), patience (the longest wait for exchanges begun at a boundary, in steps;
-    0: none; None: 2 for more than 2 workers with momentum, else 0; over when the learning rate is below half
-    of its highest, with 5 workers or more a quarter), meetings (neighbours met there, one after the other;
+    0: none; None: 2 for more than 2 workers with momentum, else 0; with fewer than 5 workers over when the
+    learning rate is below half of its highest), meetings (neighbours met there, one after the other;
     with k of them each difference counts 1/(k+1); None: 2 with 5 workers or more, else 1).
     Late, lost and doubled messages: a late peer delays the pair's own exchange, and a step while there is
     patience. If a peer is lost before both have both snapshots, neither corrects (fabric/exchange.py).
@@ -77,7 +77,7 @@ class ADPSGD(Strategy):
 
     async def start(self, node: Node) -> None:
         many = node.world_size >= MANY
-        self.moment = Patience(self.patience, node.momentum, FEW, 0.25 if many else 0.5)
+        self.moment = Patience(self.patience, node.momentum, FEW, 0.0 if many else 0.5)
         meetings = 1 + many if self.meetings is None else self.meetings
         self.most = max(1, min(meetings, self._graph(node).fewest)) if self.moment.most else 1
 
