@@ -12,6 +12,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # would hold up a test for five seconds, or ten.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+# Ray's workers are nice to all other processes: beside busy tests they took minutes to start.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
