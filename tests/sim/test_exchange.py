@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import freewheel as fw
+from freewheel.errors import PeerLost
+from freewheel.fabric.base import Fabric
 from freewheel.fabric.exchange import Exchanges
 from freewheel.node_driver import NodeDriver
 from freewheel.tasks import Quadratic
@@ -172,3 +179,31 @@ def test_a_cut_in_the_middle_of_an_exchange_counts_on_neither_side_or_is_counted
         outcomes.add((kept, half > 0))
     assert (True, False) in outcomes
     assert (False, True) in outcomes
+
+
+def test_who_waits_in_vain_keeps_no_vector():
+    gc.collect()
+    gc.disable()
+    try:
+        fabric, vectors = Fabric(0), []
+        fabric.gain(1)
+
+        async def swap():
+            vector = torch.zeros(8)
+            vectors.append(weakref.ref(vector))
+            await fabric.receive(("x",), 1)
+
+        async def meet():
+            with contextlib.suppress(PeerLost):
+                await swap()
+
+        async def go():
+            meeting = asyncio.create_task(meet())
+            await asyncio.sleep(0)
+            fabric.lose(1, "it was lost")
+            await meeting
+
+        asyncio.run(go())
+        assert vectors[0]() is None
+    finally:
+        gc.enable()

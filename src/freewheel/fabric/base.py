@@ -160,6 +160,7 @@ class Fabric:
             waiters.remove(waiter)
             if not waiters:
                 del self._waiters[tag]
+            del waiter, future  # else an error would keep the vectors of all who waited: it knows this frame
 
     async def swap(self, peer: int, tag: Tag, mine: Tensor, meet: Meet, told: Callable[[], None]) -> Tensor:
         """Exchange vectors with a peer, which calls this too: meet(mine, theirs), and its negative there.

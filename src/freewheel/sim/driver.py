@@ -25,6 +25,7 @@ from freewheel.strategy import Strategy
 from freewheel.task import Task
 
 COPY = ("copy",)
+OFTEN = 50_000  # new objects until garbage is looked for: thousands of workers have that many under way
 
 
 @contextlib.contextmanager
@@ -36,7 +37,8 @@ def _alone(seed: int) -> Iterator[None]:
     threads, often = torch.get_num_threads(), gc.get_threshold()
     torch.set_num_threads(1)
     gc.freeze()
-    gc.set_threshold(50_000, *often[1:])  # thousands of workers have that many things under way
+    if 0 < often[0] < OFTEN:
+        gc.set_threshold(OFTEN, *often[1:])
     try:
         with torch.random.fork_rng(devices=[]):  # dropout draws from it
             torch.manual_seed(seed)
@@ -230,6 +232,7 @@ class Simulation:
         worker.die()
         if worker.study is not None:
             self.gradients.drop(worker.study)
+            gc.collect()  # its weights; what was there before the run is left out, so this is quick
         self._past.append((worker.counters, worker.sample(self.loop.time())))
         self.wire.crash(worker.rank, why, what)
         if self.strategy.needs(worker.rank):
