@@ -2,8 +2,8 @@
 
 An exchange beside the steps counts a step late. If a worker waits a moment at its boundary, its last update
 is averaged before it computes the next gradient. It hardly ever tries where waiting is mostly in vain, as
-exchanges are long beside a step, and stops once the learning rate has fallen: a late update costs most where
-updates are large.
+exchanges are long beside a step. It may stop once the learning rate has fallen: a late update costs most
+where updates are large.
 """
 
 import asyncio
