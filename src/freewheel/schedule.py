@@ -55,19 +55,18 @@ class Schedule:
 class Scheduler(LRScheduler):
     """A schedule for an optimizer, as torch.optim.lr_scheduler has them: call `step` after the optimizer's.
 
-    The rate follows from what is done and nothing else, so a worker that joins or resumes is at the right
-    place at once.
+    The rate follows from what is done and nothing else, and is set anew as a step begins, so a worker that
+    joins or resumes is at the right place at once.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, schedule: Schedule, done: Callable[[], float], rates: Sequence[float]
-    ) -> None:
-        self.schedule, self._done, self._rates = schedule, done, list(rates)
+    def __init__(self, optimizer: Optimizer, factor: Callable[[], float], rates: Sequence[float]) -> None:
+        self._factor, self._rates = factor, list(rates)
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Tensor]:
-        """The rate of each group of parameters."""
-        factor = self.schedule.factor(self._done())
+        """The rate of each group of parameters; one that came later begins with its own."""
+        groups, factor = self.optimizer.param_groups, self._factor()
+        self._rates += [float(group["lr"]) for group in groups[len(self._rates) :]]
         return [rate * factor for rate in self._rates]
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,5 +75,13 @@ class Scheduler(LRScheduler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the rates that belong to what is done."""
-        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
-            group["lr"] = rate
+        self.set_rates()
+
+    def set_rates(self) -> None:
+        """Give each group the rate that belongs to what is done."""
+        self._last_lr = self.get_lr()
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate

@@ -219,3 +219,71 @@ def test_a_rate_is_that_of_the_averaged_update():
     for strategy, share in shares.items():
         used = rates_in_use(strategy, workers=4, steps=4, lr=0.1)
         assert used[1][0] == pytest.approx(0.1 / share), strategy
+
+
+def used(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The rates of its steps from now on, as each is made."""
+    rates: list[float] = []
+    optimizer.register_step_pre_hook(lambda *_: rates.append(float(optimizer.param_groups[0]["lr"])))
+    return rates
+
+
+def test_a_step_has_the_rate_of_what_is_done_as_it_is_made(tmp_path):
+    """Also the first of a worker that begins in the middle and knew nothing when it made its scheduler."""
+    dataset = torch.utils.data.TensorDataset(torch.randn(40, 2))
+    runs = []
+    for most in (5, 10):
+        model, optimizer = learner()
+        with fw.attach(model, optimizer, "none", resume=tmp_path) as worker:
+            scheduler = worker.scheduler("linear", epochs=1, warmup=0.2)  # before its loader
+            runs.append(used(optimizer))
+            for (x,) in worker.loader(dataset, batch_size=4, epochs=1):
+                model(x).mean().backward()
+                optimizer.step()
+                scheduler.step()
+                if len(runs[-1]) == most:
+                    worker.checkpoint(tmp_path, every=None)
+                    break
+    first, second = runs
+    assert first == pytest.approx([0.5 / 3, 1.0 / 3, 0.5, 0.4375, 0.375])
+    assert second == pytest.approx([0.3125 - 0.0625 * k for k in range(5)])
+
+
+def test_a_schedule_of_passes_in_a_loop_without_a_loader_is_refused():
+    model, optimizer = learner()
+    with fw.attach(model, optimizer, "none") as worker:
+        scheduler = worker.scheduler(epochs=3)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        with pytest.raises(ConfigError, match="give steps="):
+            scheduler.step()
+        with pytest.raises(ConfigError, match="warmup must be a number, not '5%'"):
+            worker.scheduler(epochs=3, warmup="5%")
+
+
+def test_a_schedule_goes_by_the_loader_that_was_given_epochs():
+    model, optimizer = learner()
+    data = [torch.utils.data.TensorDataset(torch.randn(size, 2)) for size in (8, 40)]
+    with fw.attach(model, optimizer, "none") as worker:
+        worker.loader(data[0], batch_size=4)  # to look how good it is
+        loader = worker.loader(data[1], batch_size=4, epochs=1)
+        scheduler = worker.scheduler("linear", warmup=0)
+        rates = used(optimizer)
+        for (x,) in loader:
+            model(x).mean().backward()
+            optimizer.step()
+            scheduler.step()
+    assert rates == pytest.approx([0.5 - 0.05 * k for k in range(10)])
+
+
+def test_parameters_that_come_later_follow_the_schedule_from_their_own_rate():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([model.weight], lr=0.5)
+    with fw.attach(model, optimizer, "none") as worker:
+        scheduler = worker.scheduler("linear", steps=4, warmup=0)
+        optimizer.add_param_group({"params": [model.bias], "lr": 0.1})
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.25, 0.05])

@@ -146,14 +146,22 @@ class Checkpoints:
         if number < len(self._states):
             loader.load_state_dict(self._states[number])
 
-    def like_first(self) -> list[Any]:
-        """The first loader, and loaders that continue its passes."""
-        return [*self.loaders[:1], *(one for one in self.loaders[1:] if one.goes_on(self.loaders[0]))]
+    def like(self, loader: Any) -> list[Any]:
+        """A loader, and loaders that continue its passes."""
+        return [one for one in self.loaders if one is loader or one.goes_on(loader)]
+
+    def passes(self, loader: Any) -> float:
+        """Passes of all workers together over the data of a loader."""
+        return float(sum(one.progress for one in self.like(loader)))
+
+    def counted(self) -> Any | None:
+        """The loader that a schedule goes by: the first that was given epochs, or else the first."""
+        return next((one for one in self.loaders if one.epochs is not None), next(iter(self.loaders), None))
 
     @property
     def progress(self) -> float:
         """Passes of all workers together over the data of the first loader."""
-        return float(sum(one.progress for one in self.like_first()))
+        return self.passes(self.loaders[0]) if self.loaders else 0.0
 
     def asked(self, number: int) -> None:
         """The loop asks a loader for its next batch, so it is done with the last one."""

@@ -73,6 +73,9 @@ class Life:
         self._watched = place is None and self.world_size > 1
         self._outside = checks.warn_outside(self._optimizer, self.rank if self._watched else None)
         self._asked: Callable[[], None] = lambda: None  # the script has asked for the answer after the block
+        self._set_rates: Callable[[], None] = lambda: (
+            None
+        )  # as a step begins: those of the worker's scheduler
         self._looked = False  # whether it has asked at all, or for a mean of its own
 
     @property
@@ -127,7 +130,7 @@ class Life:
             if time.monotonic() > end_s:
                 raise WorkerLost(f"worker {self.rank} found nobody to begin with in {timeout_s:g} s.")
         self._account.begin(settings, self.world_size, options.typed)
-        self._steps = Steps(self._agent, self._checkpoints, self._store)
+        self._steps = Steps(self._agent, self._checkpoints, self._store, lambda: self._set_rates())
         self._inside = True
         self._leaving.watch()
 
@@ -347,26 +350,44 @@ class Worker(Life):
     ) -> Scheduler:
         """A learning-rate scheduler that goes by what all workers have done; call its `step` after each step.
 
-        It counts passes of all workers over the first loader's data, up to `epochs` (default: the loader's).
-        A loop without a loader of the worker's gives `steps`, this worker's own. `warmup` is in the same
-        unit; default: a twentieth. The rates are those the optimizer had at `attach`.
+        It counts passes of all workers over the data of a loader, the first that was given epochs or else
+        the first, up to `epochs` (default: the loader's). A loop without a loader of the worker's gives
+        `steps`, this worker's own. `warmup` is in the same unit; default: a twentieth. The rates are those
+        the optimizer had at `attach`.
         """
         rates = [lr for lr in self._rates if lr is not None]
         if len(rates) < len(self._rates):
             raise ConfigError(f"{checks.name_of(self._optimizer)} has no learning rate to schedule.")
         if steps is not None and epochs is not None:
-            raise ConfigError(f"worker.scheduler takes epochs={epochs:g} or steps={steps}, not both.")
-        if steps is not None:
-            schedule = Schedule(steps, curve, warmup)
-            return Scheduler(self._optimizer, schedule, lambda: self._agent.counters.steps, rates)
-        loader = next(iter(self._checkpoints.loaders), None)
-        epochs = loader.epochs if epochs is None and loader is not None else epochs
-        if epochs is None:
-            raise ConfigError(
-                "a schedule needs an end: give worker.scheduler (or the loader) epochs=, or steps="
-            )
-        schedule = Schedule(epochs, curve, warmup, loader.step if loader is not None else 1.0)
-        return Scheduler(self._optimizer, schedule, lambda: self.progress, rates)
+            raise ConfigError(f"worker.scheduler takes epochs={epochs} or steps={steps}, not both.")
+        for name, given in {"epochs": epochs, "steps": steps, "warmup": warmup}.items():
+            if given is not None and not isinstance(given, int | float):
+                raise ConfigError(f"worker.scheduler: {name} must be a number, not {given!r}.")
+        if epochs is None and steps is None:
+            loader = self._checkpoints.counted()
+            if loader is None or loader.epochs is None:
+                raise ConfigError(
+                    "a schedule needs an end: give worker.scheduler (or the loader) epochs=, or steps="
+                )
+            epochs = loader.epochs
+        schedule = Schedule(epochs if steps is None else steps, curve, warmup)  # type: ignore[arg-type]
+
+        def factor() -> float:
+            if steps is not None:
+                return schedule.factor(self._agent.node.steps)
+            loader = self._checkpoints.counted()
+            if loader is not None:
+                return replace(schedule, step=loader.step).factor(self._checkpoints.passes(loader))
+            if self._agents is not None and any(self._steps.made.values()):
+                raise ConfigError(
+                    "worker.scheduler counts passes over worker.loader's data, and there is no such loader. "
+                    "Make one, or give steps= instead of epochs=."
+                )
+            return schedule.factor(0.0)
+
+        scheduler = Scheduler(self._optimizer, factor, rates)
+        self._set_rates = scheduler.set_rates
+        return scheduler
 
     def checkpoint(
         self,

@@ -96,8 +96,8 @@ class Account:
     def measured(self, evaluation: dict[str, float]) -> None:
         if self.recorder is None:
             raise ConfigError("call worker.record inside the with-block, or after it.")
-        like = self._checkpoints.like_first()
-        dealt = sum(one.samples for one in like) if like else None
+        loaders = self._checkpoints.loaders
+        dealt = sum(one.samples for one in self._checkpoints.like(loaders[0])) if loaders else None
         self.recorder.evaluated({"samples": dealt, **evaluation})
 
     def score(self) -> float:

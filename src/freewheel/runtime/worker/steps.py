@@ -39,7 +39,14 @@ log = logging.getLogger("freewheel")
 class Steps:
     """The hooks of optimizers, from `Steps(…)` to `end`; a step is complete when all have stepped."""
 
-    def __init__(self, agent: Agent, checkpoints: Checkpoints, store: Rendezvous | None) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        checkpoints: Checkpoints,
+        store: Rendezvous | None,
+        set_rates: Callable[[], None],  # of a schedule
+    ) -> None:
+        self._set_rates = set_rates
         self._agent, self._replica, self._optimizer = agent, agent.replica, agent.inventory.optimizer
         self._members = members(self._optimizer)
         self._gradients: dict[int, tuple[int, Gradients]] = {}  # with how many parameters it had then
@@ -151,6 +158,7 @@ class Steps:
         blocked = counters.blocked_s["data"] + counters.blocked_s["checkpoint"]
         self._computed(time.perf_counter() - self._began_s, blocked - self._blocked_s)
         self._restore_rates()  # the last step may have raised
+        self._set_rates()
         if not self._stepped:
             self.check_still()
             if not self._measured:
