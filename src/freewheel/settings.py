@@ -31,7 +31,10 @@ class Training:
     seed: int = setting(0, "Of weights, batches and peers.", rare=True)
     device: str = setting("cpu", "cpu or cuda, which all workers share.")
     optimizer: str = setting("sgd", "sgd or adamw.", rare=True)
-    lr: float | None = setting(None, "Learning rate of the averaged update; default: the task's.")
+    lr: float | None = setting(
+        None,
+        "Learning rate of the averaged update (shown where a worker's own differs); default: the task's.",
+    )
     momentum: float | None = setting(None, "Nesterov momentum; default: the strategy's.", rare=True)
     weight_decay: float = setting(0.0, "Weight decay.", rare=True)
     schedule: str = setting(

@@ -61,3 +61,21 @@ def test_only_so_many_batches_are_drawn():
     drawn = iter([torch.randn(8, 4)] * 10)
     fw.recalibrate(net(), drawn, count=3)
     assert len(list(drawn)) == 7
+
+
+@pytest.mark.parametrize(
+    ("batches", "count", "words"),
+    [
+        ([], 32, "gave no batch"),
+        ([torch.ones(2, 4)], 0, "from 1 on, not 0"),
+        ([torch.ones(2, 3)], 1, "shape"),
+    ],
+)
+def test_statistics_stay_where_nothing_can_be_measured(batches, count, words):
+    model = net().train()
+    model(torch.randn(8, 4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises((fw.ConfigError, RuntimeError), match=words):
+        fw.recalibrate(model, batches, count=count)
+    torch.testing.assert_close(model.state_dict(), before)
+    assert model[1].training

@@ -43,6 +43,20 @@ def freewheel(*arguments, cwd="."):
     return Done(ended.value.code or 0, out.getvalue(), err.getvalue())
 
 
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("adpsgd,allreduce --lr 0.1", False),
+        ("asgd,allreduce", True),
+        ("asgd --lr 0.1", True),
+        ("asgd:raw=true --lr 0.1", False),
+    ],
+)
+def test_rates_that_are_not_the_one_that_was_asked_for_are_shown(words, shown):
+    done = freewheel("simulate", "--strategy", *words.split(), "--workers", "3", "--steps", "3")
+    assert ("lr" in done.stdout.splitlines()[0].split()) is shown
+
+
 def test_simulate_prints_a_table_and_writes_json_and_report(tmp_path):
     out, report = tmp_path / "out.json", tmp_path / "new" / "report.html"
     files = ["--json", str(out), "--report", str(report)]
@@ -51,7 +65,7 @@ def test_simulate_prints_a_table_and_writes_json_and_report(tmp_path):
     assert not done.stderr.strip()
     results = json.loads(out.read_text())
     assert [r["strategy"] for r in results] == ["adpsgd", "allreduce"]
-    assert all(list(r) == [*JSON_KEYS, "versus"] for r in results)
+    assert all(list(r) == [*JSON_KEYS, "settings", "lr", "versus"] for r in results)
     assert [r["versus"]["over"] for r in results] == ["allreduce"] * 2
     assert results[1]["versus"]["equal_samples"] == results[1]["loss"]
     assert results[0]["worker_steps"] == 30

@@ -61,8 +61,9 @@ class Result:
         return str(self.settings.get("clock", "virtual"))
 
     def as_json(self) -> dict[str, Any]:
-        """All figures as plain data."""
-        return {key: getattr(self, key) for key in JSON_KEYS}
+        """All figures as plain data, with the strategy's settings and the rate in use."""
+        about = {"settings": self.settings.get("strategy"), "lr": self.settings.get("lr")}
+        return {key: getattr(self, key) for key in JSON_KEYS} | about
 
 
 # What a file of results holds of each run.

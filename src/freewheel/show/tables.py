@@ -214,8 +214,18 @@ def wide_tables(runs: Sequence[Shown]) -> list[rich.table.Table]:
 def brief_table(runs: Sequence[Shown]) -> rich.table.Table:
     columns = {one.head: one for group in _columns(runs) for one in group}
     learned = "accuracy" if "accuracy" in columns else "loss"
-    wanted = ("strategy", "steps/s", "idle", "s to ", "speed-up", learned)
-    return _printed([one for head, one in columns.items() if head.startswith(wanted) and " at " not in head])
+    wanted = ["strategy", "steps/s", "idle", "s to ", "speed-up", learned]
+    rates = {
+        rate
+        for run in runs
+        for rate in (run.result.settings.get("lr"), run.result.scenario.get("lr"))
+        if rate
+    }
+    if len(rates) > 1:  # not all have the rate that was asked for
+        wanted.append("lr")
+    return _printed(
+        [one for head, one in columns.items() if head.startswith(tuple(wanted)) and " at " not in head]
+    )
 
 
 def _printed(columns: Sequence[Column]) -> rich.table.Table:
