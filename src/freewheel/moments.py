@@ -78,10 +78,12 @@ class QuasiGlobal:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         groups = optimizer.param_groups
-        if type(optimizer) is not torch.optim.SGD or not all(one["momentum"] for one in groups):
+        sgd = type(optimizer) is torch.optim.SGD
+        if not sgd or not all(one["momentum"] for one in groups):
+            given = "one without it" if sgd else type(optimizer).__name__
             raise ConfigError(
-                f"quasi_global needs torch.optim.SGD with momentum, not {type(optimizer).__name__}. "
-                "Give momentum=0.9, or leave quasi_global out."
+                f"quasi_global needs one torch.optim.SGD with momentum, not {given}. "
+                "Give torch.optim.SGD(…, momentum=0.9), or leave quasi_global out."
             )
         self._optimizer = optimizer
         self._weights = [one for group in groups for one in group["params"]]

@@ -204,7 +204,7 @@ def test_quasi_global_momentum_follows_the_way_the_weights_went():
 
 def test_quasi_global_momentum_needs_plain_sgd_with_momentum():
     for optimizer in (torch.optim.SGD(net().parameters(), 0.1), torch.optim.AdamW(net().parameters())):
-        with pytest.raises(ConfigError, match=r"needs torch\.optim\.SGD with momentum"):
+        with pytest.raises(ConfigError, match=r"needs one torch\.optim\.SGD with momentum"):
             QuasiGlobal(optimizer)
     with pytest.raises(ConfigError, match="with momentum"):
         make("adpsgd:quasi_global=true", workers=2, steps=2)

@@ -184,7 +184,7 @@ class Views:
         """Whether all members of the present view are there, and will do the merge under way."""
         group, number, members = self.under_way or (0, 0, ())
         for peer, epoch in self._epochs.items():
-            if peer not in self.fabric.members or self.fabric.epoch(peer) != epoch:
+            if not self.fabric.reaches(peer) or self.fabric.epoch(peer) != epoch:
                 return False
             if peer in self._left:
                 line, called = self._left[peer]
