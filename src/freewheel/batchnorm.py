@@ -20,10 +20,10 @@ def recalibrate(
     model: nn.Module,
     batches: Iterable[Any],
     *,
-    count: int = 32,
+    count: int | None = 32,
     forward: Callable[[Any], Any] | None = None,
 ) -> nn.Module:
-    """Measure BatchNorm's statistics anew, from the first `count` batches of a loader; returns the model.
+    """Measure BatchNorm's statistics anew, from `count` batches of a loader (None: all); returns the model.
 
     A batch is what the model is called with: a tensor, a tuple or list whose first part is, or a dict of
     keywords; `forward` is called with it instead, where that does not fit. ConfigError if there is none.
@@ -33,7 +33,7 @@ def recalibrate(
         >>> fw.recalibrate(model, [torch.tensor([[1.0, 10.0], [3.0, 30.0]])]).running_mean
         tensor([ 2., 20.])
     """
-    if not isinstance(count, int) or count < 1:
+    if count is not None and (int(count) != count or count < 1):
         raise ConfigError(f"recalibrate: count must be a whole number from 1 on, not {count!r}.")
     norms = [one for one in model.modules() if isinstance(one, _BatchNorm) and one.track_running_stats]
     if not norms:

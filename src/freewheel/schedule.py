@@ -5,7 +5,7 @@ would warm up five times as long, and end at a rate that all others have left be
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,22 +52,42 @@ class Schedule:
         return CURVES[self.curve](min(1.0, (done - warmup) / rest) if rest else 1.0)
 
 
+def key_of(group: dict[str, Any]) -> int:
+    """What a group of parameters is known by, wherever it stands and whatever was loaded into it."""
+    return id(next(iter(group["params"]), group))
+
+
 class Scheduler(LRScheduler):
     """A schedule for an optimizer, as torch.optim.lr_scheduler has them: call `step` after the optimizer's.
 
-    The rate follows from what is done and nothing else, and is set anew as a step begins, so a worker that
-    joins or resumes is at the right place at once.
+    The rate follows from what is done and nothing else, so a worker that joins or resumes is at the right
+    place at once.
     """
 
-    def __init__(self, optimizer: Optimizer, factor: Callable[[], float], rates: Sequence[float]) -> None:
-        self._factor, self._rates = factor, list(rates)
+    def __init__(
+        self, optimizer: Optimizer, factor: Callable[[], float], rates: Mapping[int, float | None]
+    ) -> None:
+        self._factor = factor
+        self._rates: dict[int, float] = {key: rate for key, rate in rates.items() if rate is not None}
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Tensor]:
         """The rate of each group of parameters; one that came later begins with its own."""
-        groups, factor = self.optimizer.param_groups, self._factor()
-        self._rates += [float(group["lr"]) for group in groups[len(self._rates) :]]
-        return [rate * factor for rate in self._rates]
+        factor = self._factor()
+        return [self._rate(group) * factor for group in self.optimizer.param_groups]
+
+    def _rate(self, group: dict[str, Any]) -> float:
+        if (key := key_of(group)) not in self._rates:
+            rate = group["lr"]
+            like = [
+                one for one in self.optimizer.param_groups if one["lr"] is rate and key_of(one) in self._rates
+            ]
+            if isinstance(rate, Tensor) and like:  # torch gave it the tensor of another group
+                group["lr"] = rate.clone()
+                self._rates[key] = self._rates[key_of(like[0])]
+            else:
+                self._rates[key] = float(rate)
+        return self._rates[key]
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: what is done is in the loader's state, and the rates are in the script."""
@@ -75,13 +95,18 @@ class Scheduler(LRScheduler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the rates that belong to what is done."""
-        self.set_rates()
-
-    def set_rates(self) -> None:
-        """Give each group the rate that belongs to what is done."""
         self._last_lr = self.get_lr()
         for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
+
+    def begin(self) -> None:
+        """At the first step: a worker that has joined has only now heard how far the others are.
+
+        Not where the script or another scheduler has set other rates meanwhile.
+        """
+        groups = self.optimizer.param_groups
+        if all(float(group["lr"]) == float(rate) for group, rate in zip(groups, self._last_lr, strict=False)):
+            self.load_state_dict({})

@@ -228,8 +228,8 @@ def used(optimizer: torch.optim.Optimizer) -> list[float]:
     return rates
 
 
-def test_a_step_has_the_rate_of_what_is_done_as_it_is_made(tmp_path):
-    """Also the first of a worker that begins in the middle and knew nothing when it made its scheduler."""
+def test_the_first_step_has_the_rate_of_what_is_done_as_it_is_made(tmp_path):
+    """Also that of a worker that begins in the middle and knew nothing when it made its scheduler."""
     dataset = torch.utils.data.TensorDataset(torch.randn(40, 2))
     runs = []
     for most in (5, 10):
@@ -244,9 +244,35 @@ def test_a_step_has_the_rate_of_what_is_done_as_it_is_made(tmp_path):
                 if len(runs[-1]) == most:
                     worker.checkpoint(tmp_path, every=None)
                     break
-    first, second = runs
-    assert first == pytest.approx([0.5 / 3, 1.0 / 3, 0.5, 0.4375, 0.375])
-    assert second == pytest.approx([0.3125 - 0.0625 * k for k in range(5)])
+    first, second = runs  # a batch counts when the loop comes for the next
+    assert first == pytest.approx([0.5 / 3, 0.5 / 3, 1.0 / 3, 0.5, 0.4375])
+    assert second == pytest.approx([0.3125, 0.3125, 0.25, 0.1875, 0.125])
+
+
+def by_hand(worker, optimizer, model, schedulers, change=lambda step: None) -> list[float]:
+    rates = used(optimizer)
+    for step in range(8):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        for one in schedulers:
+            one.step()
+        change(step)
+    return rates
+
+
+def test_other_schedulers_and_the_script_have_their_say():
+    model, optimizer = learner()
+    with fw.attach(model, optimizer, "none") as worker:
+        ours = worker.scheduler("constant", steps=20, warmup=3)
+        theirs = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        both = torch.optim.lr_scheduler.SequentialLR(optimizer, [ours, theirs], [4])
+        rates = by_hand(worker, optimizer, model, [both])
+    assert rates == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.5, 0.25, 0.125, 0.0625])
+    model, optimizer = learner()
+    with fw.attach(model, optimizer, "none") as worker:
+        worker.scheduler("constant", steps=20, warmup=0)
+        optimizer.param_groups[0]["lr"] = 0.01
+        assert by_hand(worker, optimizer, model, []) == [0.01] * 8
 
 
 def test_a_schedule_of_passes_in_a_loop_without_a_loader_is_refused():
@@ -273,17 +299,27 @@ def test_a_schedule_goes_by_the_loader_that_was_given_epochs():
             model(x).mean().backward()
             optimizer.step()
             scheduler.step()
-    assert rates == pytest.approx([0.5 - 0.05 * k for k in range(10)])
-
-
-def test_parameters_that_come_later_follow_the_schedule_from_their_own_rate():
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD([model.weight], lr=0.5)
-    with fw.attach(model, optimizer, "none") as worker:
-        scheduler = worker.scheduler("linear", steps=4, warmup=0)
-        optimizer.add_param_group({"params": [model.bias], "lr": 0.1})
-        for _ in range(2):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
+        for _ in worker.loader(data[0], batch_size=4, epochs=1):  # one that is made later changes nothing
             scheduler.step()
-        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.25, 0.05])
+    assert rates == pytest.approx([0.5, *(0.5 - 0.05 * k for k in range(9))])
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_parameters_that_come_later_follow_the_schedule_from_their_own_rate(tensor):
+    """In an optimizer that is not the last, too, and with a tensor that torch shares between groups."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    rate = torch.tensor(0.5) if tensor else 0.5
+    one = torch.optim.SGD([model[0].weight], lr=rate)
+    two = torch.optim.SGD(model[1].parameters(), lr=0.01)
+    with fw.attach(model, [one, two], "none") as worker:
+        scheduler = worker.scheduler("linear", steps=4, warmup=0)
+        for step in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            one.step()
+            two.step()
+            scheduler.step()
+            if step == 0:
+                one.add_param_group({"params": [model[0].bias], **({} if tensor else {"lr": 0.1})})
+        found = [float(group["lr"]) for group in (*one.param_groups, *two.param_groups)]
+    assert found == pytest.approx([0.25, 0.25 if tensor else 0.05, 0.005])

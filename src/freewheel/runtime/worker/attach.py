@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -35,7 +36,7 @@ from freewheel.runtime.worker.leaving import Leaving, Left
 from freewheel.runtime.worker.records import Account, evaluation
 from freewheel.runtime.worker.settings import Settings
 from freewheel.runtime.worker.steps import Steps
-from freewheel.schedule import Schedule, Scheduler
+from freewheel.schedule import Schedule, Scheduler, key_of
 from freewheel.strategy import Strategy
 
 T = TypeVar("T")
@@ -57,9 +58,11 @@ class Life:
         self._settings, self._version = settings or Settings(), version
         self._model, self._strategy = model, strategy
         self._optimizer = checks.check(model, optimizer, strategy, self._settings.wire)
-        given = [group.get("lr") for group in self._optimizer.param_groups]
-        # The script's rates; a checkpoint has those of its moment.
-        self._rates = [lr.item() if isinstance(lr, Tensor) else lr for lr in given]
+        # The script's rates, by group; a checkpoint has those of its moment.
+        self._rates = {
+            key_of(group): None if group.get("lr") is None else float(group["lr"])
+            for group in self._optimizer.param_groups
+        }
         self._leaving = Leaving(self._settings.leave_s, lambda: self._steps.stepping, self._say_leaving)
         self._place = place or Place.read()
         self.rank, self.world_size = self._place.rank, self._place.world_size
@@ -73,10 +76,12 @@ class Life:
         self._watched = place is None and self.world_size > 1
         self._outside = checks.warn_outside(self._optimizer, self.rank if self._watched else None)
         self._asked: Callable[[], None] = lambda: None  # the script has asked for the answer after the block
-        self._set_rates: Callable[[], None] = lambda: (
-            None
-        )  # as a step begins: those of the worker's scheduler
+        self._begin_schedule: Callable[[], None] = lambda: None  # at the first step after `scheduler`
         self._looked = False  # whether it has asked at all, or for a mean of its own
+
+    def _first_rates(self) -> None:
+        begin, self._begin_schedule = self._begin_schedule, lambda: None
+        begin()
 
     @property
     def _agent(self) -> Agent:
@@ -130,7 +135,7 @@ class Life:
             if time.monotonic() > end_s:
                 raise WorkerLost(f"worker {self.rank} found nobody to begin with in {timeout_s:g} s.")
         self._account.begin(settings, self.world_size, options.typed)
-        self._steps = Steps(self._agent, self._checkpoints, self._store, lambda: self._set_rates())
+        self._steps = Steps(self._agent, self._checkpoints, self._store, self._first_rates)
         self._inside = True
         self._leaving.watch()
 
@@ -355,38 +360,42 @@ class Worker(Life):
         `steps`, this worker's own. `warmup` is in the same unit; default: a twentieth. The rates are those
         the optimizer had at `attach`.
         """
-        rates = [lr for lr in self._rates if lr is not None]
-        if len(rates) < len(self._rates):
+        if None in self._rates.values():
             raise ConfigError(f"{checks.name_of(self._optimizer)} has no learning rate to schedule.")
         if steps is not None and epochs is not None:
             raise ConfigError(f"worker.scheduler takes epochs={epochs} or steps={steps}, not both.")
-        for name, given in {"epochs": epochs, "steps": steps, "warmup": warmup}.items():
-            if given is not None and not isinstance(given, int | float):
+        numbers: dict[str, Any] = {"epochs": epochs, "steps": steps, "warmup": warmup}
+        for name, given in numbers.items():
+            if given is not None and not isinstance(given, Real):
                 raise ConfigError(f"worker.scheduler: {name} must be a number, not {given!r}.")
-        if epochs is None and steps is None:
-            loader = self._checkpoints.counted()
-            if loader is None or loader.epochs is None:
-                raise ConfigError(
-                    "a schedule needs an end: give worker.scheduler (or the loader) epochs=, or steps="
-                )
-            epochs = loader.epochs
-        schedule = Schedule(epochs if steps is None else steps, curve, warmup)  # type: ignore[arg-type]
+        loader = self._checkpoints.counted()
+        end = steps if steps is not None else epochs
+        if end is None and loader is not None:
+            end = loader.epochs
+        if end is None:
+            raise ConfigError(
+                "a schedule needs an end: give worker.scheduler (or the loader) epochs=, or steps="
+            )
+        schedule, chosen = Schedule(end, curve, warmup), None
 
         def factor() -> float:
+            nonlocal chosen
             if steps is not None:
                 return schedule.factor(self._agent.node.steps)
-            loader = self._checkpoints.counted()
-            if loader is not None:
-                return replace(schedule, step=loader.step).factor(self._checkpoints.passes(loader))
+            loader = chosen or self._checkpoints.counted()
             if self._agents is not None and any(self._steps.made.values()):
-                raise ConfigError(
-                    "worker.scheduler counts passes over worker.loader's data, and there is no such loader. "
-                    "Make one, or give steps= instead of epochs=."
-                )
-            return schedule.factor(0.0)
+                chosen = loader  # loaders that are made later change nothing
+                if loader is None:
+                    raise ConfigError(
+                        "worker.scheduler counts passes over worker.loader's data, and there is no such "
+                        "loader. Make one, or give steps= instead of epochs=."
+                    )
+            if loader is None:
+                return schedule.factor(0.0)
+            return replace(schedule, step=loader.step).factor(self._checkpoints.passes(loader))
 
-        scheduler = Scheduler(self._optimizer, factor, rates)
-        self._set_rates = scheduler.set_rates
+        scheduler = Scheduler(self._optimizer, factor, self._rates)
+        self._begin_schedule = scheduler.begin
         return scheduler
 
     def checkpoint(

@@ -44,7 +44,7 @@ class Steps:
         agent: Agent,
         checkpoints: Checkpoints,
         store: Rendezvous | None,
-        set_rates: Callable[[], None],  # of a schedule
+        set_rates: Callable[[], None],  # of a new schedule
     ) -> None:
         self._set_rates = set_rates
         self._agent, self._replica, self._optimizer = agent, agent.replica, agent.inventory.optimizer
