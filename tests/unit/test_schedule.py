@@ -94,24 +94,40 @@ def test_a_rate_that_is_a_tensor_is_scheduled_as_any_other():
         assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.5)
 
 
-def test_a_scheduler_made_in_a_resumed_run_goes_on_from_the_scripts_own_rate(tmp_path):
+def used(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The rates of its steps from now on, as each is made."""
+    rates: list[float] = []
+    optimizer.register_step_pre_hook(lambda *_: rates.append(float(optimizer.param_groups[0]["lr"])))
+    return rates
+
+
+def cut_off_and_resumed(folder, warmup: float, *, early: bool) -> list[tuple[list[float], list[float]]]:
+    """Of two runs, cut off in the middle of the pass and resumed: the rates before each step, and in it."""
     dataset = torch.utils.data.TensorDataset(torch.randn(40, 2))
-    runs: list[list[float]] = []
-    for most in (5, 10):  # the first run is cut off in the middle of the pass
+    runs: list[tuple[list[float], list[float]]] = []
+    for most in (5, 10):
         model, optimizer = learner()
-        runs.append([])
-        with fw.attach(model, optimizer, "none", resume=tmp_path) as worker:
+        with fw.attach(model, optimizer, "none", resume=folder) as worker:
+            if early:  # before there is a loader
+                scheduler = worker.scheduler("linear", epochs=1, warmup=warmup)
             loader = worker.loader(dataset, batch_size=4, epochs=1)
-            scheduler = worker.scheduler("linear", warmup=0)
+            if not early:
+                scheduler = worker.scheduler("linear", warmup=warmup)
+            before: list[float] = []
+            runs.append((before, used(optimizer)))
             for (x,) in loader:
-                runs[-1].append(optimizer.param_groups[0]["lr"])
+                before.append(optimizer.param_groups[0]["lr"])
                 model(x).mean().backward()
                 optimizer.step()
                 scheduler.step()
-                if len(runs[-1]) == most:
-                    worker.checkpoint(tmp_path, every=None)
+                if len(before) == most:
+                    worker.checkpoint(folder, every=None)
                     break
-    first, second = runs
+    return runs
+
+
+def test_a_scheduler_made_in_a_resumed_run_goes_on_from_the_scripts_own_rate(tmp_path):
+    (first, _), (second, _) = cut_off_and_resumed(tmp_path, 0, early=False)
     assert first[0] == 0.5
     assert first[-1] - 0.11 < second[0] <= first[-1] < 0.5
     assert second == sorted(second, reverse=True)
@@ -221,43 +237,12 @@ def test_a_rate_is_that_of_the_averaged_update():
         assert used[1][0] == pytest.approx(0.1 / share), strategy
 
 
-def used(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The rates of its steps from now on, as each is made."""
-    rates: list[float] = []
-    optimizer.register_step_pre_hook(lambda *_: rates.append(float(optimizer.param_groups[0]["lr"])))
-    return rates
-
-
 def test_the_first_step_has_the_rate_of_what_is_done_as_it_is_made(tmp_path):
     """Also that of a worker that begins in the middle and knew nothing when it made its scheduler."""
-    dataset = torch.utils.data.TensorDataset(torch.randn(40, 2))
-    runs = []
-    for most in (5, 10):
-        model, optimizer = learner()
-        with fw.attach(model, optimizer, "none", resume=tmp_path) as worker:
-            scheduler = worker.scheduler("linear", epochs=1, warmup=0.2)  # before its loader
-            runs.append(used(optimizer))
-            for (x,) in worker.loader(dataset, batch_size=4, epochs=1):
-                model(x).mean().backward()
-                optimizer.step()
-                scheduler.step()
-                if len(runs[-1]) == most:
-                    worker.checkpoint(tmp_path, every=None)
-                    break
-    first, second = runs  # a batch counts when the loop comes for the next
+    (_, first), (_, second) = cut_off_and_resumed(tmp_path, 0.2, early=True)
+    # A batch counts when the loop comes for the next.
     assert first == pytest.approx([0.5 / 3, 0.5 / 3, 1.0 / 3, 0.5, 0.4375])
     assert second == pytest.approx([0.3125, 0.3125, 0.25, 0.1875, 0.125])
-
-
-def by_hand(worker, optimizer, model, schedulers, change=lambda step: None) -> list[float]:
-    rates = used(optimizer)
-    for step in range(8):
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        for one in schedulers:
-            one.step()
-        change(step)
-    return rates
 
 
 def test_other_schedulers_and_the_script_have_their_say():
@@ -266,13 +251,21 @@ def test_other_schedulers_and_the_script_have_their_say():
         ours = worker.scheduler("constant", steps=20, warmup=3)
         theirs = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         both = torch.optim.lr_scheduler.SequentialLR(optimizer, [ours, theirs], [4])
-        rates = by_hand(worker, optimizer, model, [both])
+        rates = used(optimizer)
+        for _ in range(8):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            both.step()
     assert rates == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.5, 0.25, 0.125, 0.0625])
     model, optimizer = learner()
     with fw.attach(model, optimizer, "none") as worker:
         worker.scheduler("constant", steps=20, warmup=0)
         optimizer.param_groups[0]["lr"] = 0.01
-        assert by_hand(worker, optimizer, model, []) == [0.01] * 8
+        rates = used(optimizer)
+        for _ in range(8):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    assert rates == [0.01] * 8
 
 
 def test_a_schedule_of_passes_in_a_loop_without_a_loader_is_refused():

@@ -66,7 +66,7 @@ class Result:
         return {key: getattr(self, key) for key in JSON_KEYS} | about
 
 
-# What a file of results holds of each run.
+# The figures that a file of results holds of each run.
 JSON_KEYS = tuple(one.name for one in fields(Result) if one.name not in ("curve", "by_worker", "settings"))
 JSON_KEYS += ("clock",)
 

@@ -44,9 +44,9 @@ class Steps:
         agent: Agent,
         checkpoints: Checkpoints,
         store: Rendezvous | None,
-        set_rates: Callable[[], None],  # of a new schedule
+        first_rates: Callable[[], None],  # sets those of a new schedule
     ) -> None:
-        self._set_rates = set_rates
+        self._first_rates = first_rates
         self._agent, self._replica, self._optimizer = agent, agent.replica, agent.inventory.optimizer
         self._members = members(self._optimizer)
         self._gradients: dict[int, tuple[int, Gradients]] = {}  # with how many parameters it had then
@@ -158,7 +158,7 @@ class Steps:
         blocked = counters.blocked_s["data"] + counters.blocked_s["checkpoint"]
         self._computed(time.perf_counter() - self._began_s, blocked - self._blocked_s)
         self._restore_rates()  # the last step may have raised
-        self._set_rates()
+        self._first_rates()
         if not self._stepped:
             self.check_still()
             if not self._measured:
